@@ -1,0 +1,57 @@
+"""kvtier: KV cache tiers for LLM engines, restored by recomputing the head while the tail loads."""
+
+from __future__ import annotations
+
+from kvtier.config import StoreConfig
+from kvtier.cost import CostModel
+from kvtier.errors import (
+    FormatError,
+    KVTierError,
+    SpecMismatch,
+    StoreClosed,
+    StoreFailed,
+    StoreLocked,
+    TransferFailed,
+    UnsupportedModel,
+)
+from kvtier.identity import BlockKeys, KVSpec
+from kvtier.layout import BlockLayout
+from kvtier.plan import Residency, RestorePlan, Step, Tier
+from kvtier.planner import plan
+from kvtier.restore import PENDING, RestoreReport, RestoreSession
+from kvtier.store import Store
+from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open
+from kvtier.tiers.device import KVSlots, TensorSlots
+from kvtier.tiers.throttle import LinkThrottle
+from kvtier.transfer import PutResult, Transfer
+
+__all__ = [
+    "PENDING",
+    "BlockKeys",
+    "BlockLayout",
+    "CostModel",
+    "FormatError",
+    "KVSlots",
+    "KVSpec",
+    "KVTierError",
+    "LinkThrottle",
+    "PutResult",
+    "Residency",
+    "RestorePlan",
+    "RestoreReport",
+    "RestoreSession",
+    "SpecMismatch",
+    "Step",
+    "Store",
+    "StoreClosed",
+    "StoreConfig",
+    "StoreFailed",
+    "StoreLocked",
+    "TensorSlots",
+    "Tier",
+    "Transfer",
+    "TransferFailed",
+    "UnsupportedModel",
+    "open",
+    "plan",
+]

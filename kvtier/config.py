@@ -1,0 +1,84 @@
+"""The settings of one store, checked once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ByteSize", "StoreConfig", "parse_bytes"]
+
+ByteSize = int | str
+"""Bytes as an int, or a string such as "8GiB" or "500MB"."""
+
+_UNITS: Final = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+POLICIES: Final = ("lru",)
+
+
+def parse_bytes(name: str, value: ByteSize) -> int:
+    """Return a size in bytes; ``ValueError`` names the setting."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name}: {type(value).__name__} given, bytes or a string like '8GiB' wanted")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f"{name}: {value!r} is not a size like '8GiB' or '500MB'")
+        size = int(float(match[1]) * unit)
+    if size < 0:
+        raise ValueError(f"{name}: {size} is negative")
+    return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Every bound of a store, with its unit in its name; ``ValueError`` names the field."""
+
+    host_bytes: int
+    """Blocks kept in host memory; 0 keeps none there beyond the copy that uses it."""
+    ssd_bytes: int
+    """What the directory may occupy on disk, data and index together."""
+    policy: str = "lru"
+    staging_blocks_max: int = 8
+    """Host slots beyond ``host_bytes`` that copies in flight may use."""
+    loads_inflight_max: int = 4
+    """Reads from one tier under way at once."""
+    write_batch_blocks_max: int = 16
+    """Blocks that share one pair of syncs."""
+    write_queue_blocks_max: int = 4096
+    """Blocks of accepted puts that wait for their copy; what does not fit is dropped and counted."""
+    segment_bytes_max: int = 256 << 20
+    """Size of a segment file, unless one slot alone is larger."""
+    index_bytes_max: int = 1 << 30
+    """Address space (not disk) set aside for the index."""
+    slot_wait_s_max: float = 10.0
+    """How long a copy waits for a host slot before its block is dropped or recomputed."""
+    close_s_max: float = 60.0
+    """How long ``close`` flushes before it gives up on what is still queued."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+        for name in (
+            "staging_blocks_max",
+            "loads_inflight_max",
+            "write_batch_blocks_max",
+            "write_queue_blocks_max",
+            "segment_bytes_max",
+            "index_bytes_max",
+            "slot_wait_s_max",
+            "close_s_max",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is not positive")
+        if self.staging_blocks_max <= self.loads_inflight_max:
+            raise ValueError(
+                f"staging_blocks_max: {self.staging_blocks_max} must exceed "
+                f"loads_inflight_max={self.loads_inflight_max}, or loads starve writes"
+            )

@@ -1,0 +1,215 @@
+"""What recomputing and loading cost: frozen numbers for decisions, and the profiler that learns them.
+
+Recomputing a step of ``tokens`` tokens that begins at position ``start`` costs
+
+    fixed + per_token * tokens + per_attention * tokens * (start + (tokens - 1) / 2)
+
+(kernel launches and weights; matrix products; attention over what came before). The three terms are
+fitted by recursive least squares on relative errors. A tier's link costs ``latency + bytes / rate``;
+the rate is an exponentially weighted mean over what was seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvtier.plan import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ComputeCost", "CostModel", "LinkCost", "Profiler"]
+
+TOKEN_SCALE: Final = 256.0  # features are near 1 for a block at the head of a prompt
+POSITION_SCALE: Final = 1024.0
+NOISE: Final = 0.05  # relative spread of a step's time that the fit takes for granted
+OUTLIER_RATIO: Final = 3.0  # a step this far off its prediction counts a tenth
+OUTLIER_WEIGHT: Final = 0.1
+CALIBRATED_SAMPLES: Final = 2
+FORGETTING: Final = 0.98
+EWMA_WEIGHT: Final = 0.3
+SECONDS_MIN: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeCost:
+    """Seconds to recompute: ``fixed_s`` per step, ``token_s`` per token, ``attention_s`` per token
+    and position. ``samples`` 0 means that nothing was measured yet."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    attention_s: float = 0.0
+    samples: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether enough steps were seen to predict by."""
+        return self.samples >= CALIBRATED_SAMPLES
+
+    def seconds(self, start: int, tokens: int) -> float:
+        """Predict one step over positions [start, start + tokens)."""
+        middle = start + (tokens - 1) / 2
+        return self.fixed_s + tokens * (self.token_s + self.attention_s * middle)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """A tier's link towards the engine. ``samples`` 0 means that the numbers are assumed."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    samples: int = 0
+
+    def seconds(self, nbytes: int) -> float:
+        """Predict the time that ``nbytes`` occupy the link, latency left out."""
+        return nbytes / self.bytes_per_s
+
+
+ASSUMED: Final[Mapping[Tier, LinkCost]] = {
+    Tier.HOST: LinkCost(bytes_per_s=8e9, latency_s=1e-5),
+    Tier.SSD: LinkCost(bytes_per_s=1e9, latency_s=1e-4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The numbers that plans are made from."""
+
+    compute: ComputeCost = ComputeCost()
+    host: LinkCost = ASSUMED[Tier.HOST]
+    ssd: LinkCost = ASSUMED[Tier.SSD]
+
+    def link(self, tier: Tier) -> LinkCost:
+        """Return the link cost of ``tier``."""
+        return self.host if tier is Tier.HOST else self.ssd
+
+    def block_seconds(
+        self, block_tokens: int, start: int, stop: int, step_blocks: int
+    ) -> np.ndarray[Any, Any]:
+        """Predict recomputing each of the blocks [start, stop), in steps of ``step_blocks``."""
+        first = np.arange(start, stop, dtype=np.float64) * block_tokens
+        middle = first + (block_tokens - 1) / 2
+        compute = self.compute
+        return compute.fixed_s / step_blocks + block_tokens * (
+            compute.token_s + compute.attention_s * middle
+        )
+
+
+@dataclass(slots=True)
+class _Fit:
+    """Recursive least squares over (1, tokens, tokens * position), scaled to be near 1."""
+
+    theta: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
+    covariance: np.ndarray[Any, Any] = field(default_factory=lambda: np.eye(3))
+    samples: int = 0
+
+    def add(self, start: int, tokens: int, seconds: float) -> None:
+        unit = tokens / TOKEN_SCALE
+        x = np.array([1.0, unit, unit * (start + (tokens - 1) / 2) / POSITION_SCALE])
+        if self.samples == 0:
+            # The first step goes to the per-token term; the others start at zero, known to a
+            # fraction of it.
+            self.theta = np.array([0.0, seconds / unit, 0.0])
+            self.covariance = np.diag(np.array([0.05, 1.0, 0.5]) * seconds / unit) ** 2
+        predicted = float(self.theta @ x)
+        weight = 1.0
+        if self.samples > CALIBRATED_SAMPLES and not (
+            1 / OUTLIER_RATIO < seconds / max(predicted, SECONDS_MIN) < OUTLIER_RATIO
+        ):
+            weight = OUTLIER_WEIGHT
+        noise = (NOISE * seconds) ** 2 / weight
+        spread = self.covariance @ x
+        gain = spread / (noise + float(x @ spread))
+        self.theta = self.theta + gain * (seconds - predicted)
+        # Forgetting must not let the covariance of a direction that is never seen grow for ever.
+        shrunk = self.covariance - np.outer(gain, spread)
+        bound = (np.abs(self.theta).max() + SECONDS_MIN) ** 2
+        self.covariance = np.clip(shrunk / FORGETTING, -bound, bound)
+        self.samples += 1
+
+    def cost(self) -> ComputeCost:
+        # Recompute cost rises with position: a fit that says otherwise is noise, cut off at zero.
+        fixed, token, attention = np.maximum(self.theta, 0.0)
+        return ComputeCost(
+            fixed_s=float(fixed),
+            token_s=float(token) / TOKEN_SCALE,
+            attention_s=float(attention) / TOKEN_SCALE / POSITION_SCALE,
+            samples=self.samples,
+        )
+
+
+class Profiler:
+    """Learns a ``CostModel`` from what was observed; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fit = _Fit()
+        self._links: dict[Tier, LinkCost] = dict(ASSUMED)
+
+    @property
+    def costs(self) -> CostModel:
+        """The numbers as known now."""
+        with self._lock:
+            return CostModel(self._fit.cost(), self._links[Tier.HOST], self._links[Tier.SSD])
+
+    def computed(self, start: int, tokens: int, seconds: float) -> None:
+        """Learn from one step over positions [start, start + tokens) that took ``seconds``."""
+        if tokens > 0 and seconds > 0:
+            with self._lock:
+                self._fit.add(start, tokens, seconds)
+
+    def loaded(self, tier: Tier, nbytes: int, busy_s: float) -> None:
+        """Learn from one load of ``nbytes`` that kept its link busy for ``busy_s``."""
+        if nbytes <= 0 or busy_s <= 0:
+            return
+        with self._lock:
+            old = self._links[tier]
+            weight = max(EWMA_WEIGHT, 1 / (old.samples + 1))  # the first one replaces the guess
+            # The mean is over seconds per byte, since plans add up times. Blocks of a store have
+            # one size, so the latency that each load pays is part of its rate.
+            mean = 1 / ((1 - weight) / old.bytes_per_s + weight * busy_s / nbytes)
+            self._links[tier] = LinkCost(mean, 0.0, old.samples + 1)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain numbers for the store's cost file."""
+        with self._lock:
+            return self._record()
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "theta": self._fit.theta.tolist(),
+            "covariance": self._fit.covariance.ravel().tolist(),
+            "samples": self._fit.samples,
+            "links": {
+                str(tier): [link.bytes_per_s, link.latency_s, link.samples]
+                for tier, link in self._links.items()
+            },
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Profiler:
+        """Decode ``to_record``; ``ValueError`` on anything else (the file is only a calibration)."""
+        profiler = cls()
+        try:
+            theta = np.array(record["theta"], dtype=np.float64).reshape(3)
+            covariance = np.array(record["covariance"], dtype=np.float64).reshape(3, 3)
+            links = {
+                Tier(name): LinkCost(float(rate), float(latency), int(samples))
+                for name, (rate, latency, samples) in record["links"].items()
+            }
+            samples = int(record["samples"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a cost record: {error!r}") from error
+        sound = np.isfinite(theta).all() and np.isfinite(covariance).all() and samples >= 0
+        if not sound or any(
+            not (0 < link.bytes_per_s < np.inf and 0 <= link.latency_s < np.inf)
+            for link in links.values()
+        ):
+            raise ValueError("not a cost record: numbers out of range")
+        profiler._fit = _Fit(theta, covariance, samples)
+        profiler._links.update(links)
+        return profiler

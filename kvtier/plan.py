@@ -1,0 +1,174 @@
+"""The values between a lookup and a restore: where blocks are, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.identity import BlockKeys
+
+__all__ = ["Residency", "RestorePlan", "Step", "Tier", "Times", "runs"]
+
+
+class Tier(StrEnum):
+    """Where bytes are."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """For each block of a prompt its fastest ready tier, or None; holes are allowed."""
+
+    keys: BlockKeys
+    tiers: tuple[Tier | None, ...]
+    block_bytes: int
+
+    @property
+    def stored(self) -> int:
+        """Blocks found in any tier."""
+        return len(self.tiers) - self.tiers.count(None)
+
+    def __str__(self) -> str:
+        spans = ", ".join(
+            f"{tier or 'missing'} [{start}, {stop})" for tier, start, stop in runs(self.tiers)
+        )
+        return f"{self.stored} of {len(self.tiers)} blocks stored: {spans or 'no full block'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Predicted seconds of the three ways to bring a prefix back."""
+
+    planned: float
+    load: float | None
+    """None when a block is missing, so that loading alone cannot bring the prefix back."""
+    recompute: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A range of consecutive blocks to recompute in one forward pass."""
+
+    start: int
+    stop: int
+    block_tokens: int
+
+    @property
+    def blocks(self) -> range:
+        """The blocks [start, stop)."""
+        return range(self.start, self.stop)
+
+    @property
+    def tokens(self) -> range:
+        """The token positions of these blocks."""
+        return range(self.start * self.block_tokens, self.stop * self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """Which blocks are recomputed, which are loaded and in which order, and why.
+
+    ::
+
+        [0, resident)   the engine holds them already
+        recompute       ascending; needs everything before it in place
+        load            in the order in which the loads start
+
+    A plan is a value: it can be printed, logged (it holds hashes, never token ids), serialised and
+    executed later or elsewhere; a block that is gone by then is a failed load, hence recomputed.
+    """
+
+    namespace: bytes
+    hashes: tuple[bytes, ...]
+    tiers: tuple[Tier | None, ...]
+    block_tokens: int
+    block_bytes: int
+    resident: int
+    recompute: tuple[int, ...]
+    load: tuple[int, ...]
+    step_blocks_max: int
+    adaptive: bool
+    """Whether the executor may move the split by what it measures; False keeps to the lists."""
+    predicted: Times
+    reason: str
+
+    def explain(self) -> str:
+        """Say in a few lines what will be done, how long each way would take, and why."""
+        spans = {
+            "recompute": _spans(self.recompute),
+            "load": _spans(sorted(self.load)),
+        }
+        load = "-" if self.predicted.load is None else f"{self.predicted.load:.3f} s"
+        return "\n".join(
+            [
+                f"restore {len(self.hashes)} blocks ({self.resident} already in place)",
+                *(f"  {what:<10}{where}" for what, where in spans.items()),
+                f"  predicted {self.predicted.planned:.3f} s planned, {load} load only, "
+                f"{self.predicted.recompute:.3f} s recompute only",
+                f"  because   {self.reason}",
+            ]
+        )
+
+    def to_json(self) -> str:
+        """Serialise to JSON; hashes in hex."""
+        value = asdict(self)
+        value["namespace"] = self.namespace.hex()
+        value["hashes"] = [digest.hex() for digest in self.hashes]
+        return json.dumps(value, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> RestorePlan:
+        """Decode ``to_json``; anything else is ``FormatError``."""
+        try:
+            value: dict[str, Any] = json.loads(text)
+            plan = cls(
+                **{
+                    **value,
+                    "namespace": bytes.fromhex(value["namespace"]),
+                    "hashes": tuple(bytes.fromhex(digest) for digest in value["hashes"]),
+                    "tiers": tuple(tier and Tier(tier) for tier in value["tiers"]),
+                    "recompute": tuple(value["recompute"]),
+                    "load": tuple(value["load"]),
+                    "predicted": Times(**value["predicted"]),
+                }
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(f"not a serialised RestorePlan: {error!r}") from error
+        covered = sorted([*plan.recompute, *plan.load])
+        if covered != list(range(plan.resident, len(plan.hashes))) or len(plan.tiers) != len(
+            plan.hashes
+        ):
+            raise FormatError("not a RestorePlan: recompute and load do not tile the prefix")
+        return plan
+
+
+def runs(tiers: Sequence[Tier | None]) -> list[tuple[Tier | None, int, int]]:
+    """Return the maximal runs of equal tier as (tier, start, stop)."""
+    result: list[tuple[Tier | None, int, int]] = []
+    for index, tier in enumerate(tiers):
+        if result and result[-1][0] == tier:
+            result[-1] = (tier, result[-1][1], index + 1)
+        else:
+            result.append((tier, index, index + 1))
+    return result
+
+
+def _spans(blocks: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for block in blocks:
+        if spans and spans[-1][1] == block:
+            spans[-1][1] = block + 1
+        else:
+            spans.append([block, block + 1])
+    count = f"{len(blocks)} block{'' if len(blocks) == 1 else 's'}"
+    return f"{count} {' '.join(f'[{start}, {stop})' for start, stop in spans)}".rstrip()

@@ -1,0 +1,267 @@
+"""Loads, on an asyncio loop of the store's own: several reads in flight, one per block.
+
+However many wait for a block, it is read once; each waiter then copies it into its own slots.
+Blocking work runs on two small thread lanes (reads, copies); the loop only decides and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from aiofiles.os import wrap
+
+from kvtier.catalog import CopyState
+from kvtier.errors import SpecMismatch, TransferFailed
+from kvtier.plan import Tier
+from kvtier.tiers.base import BlockId, ReadResult
+from kvtier.tiers.device import write_block
+from kvtier.transfer import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    from kvtier.catalog import Catalog
+    from kvtier.cost import Profiler
+    from kvtier.metrics import Metrics
+    from kvtier.mover import Mover
+    from kvtier.tiers.device import KVSlots
+    from kvtier.tiers.throttle import LinkThrottle
+
+__all__ = ["LoadTicket", "Prefetcher"]
+
+JOIN_S_MAX: Final = 30.0
+"""How long ``close`` waits for reads and copies that have begun."""
+
+
+class LoadTicket:
+    """One block on its way into one engine slot; the only thing that may stop it.
+
+    A ticket is claimed once, by whoever comes first: the copy, after which it runs to its end, or
+    the cancellation, after which no copy will start. ``done(position, error)`` is called exactly
+    once, from another thread, unless the ticket was cancelled; without an error the block is in its
+    slot, with one nothing writes to it any more.
+    """
+
+    def __init__(
+        self,
+        block: BlockId,
+        tier: Tier,
+        slots: KVSlots,
+        position: int,
+        done: Callable[[int, BaseException | None], None],
+    ) -> None:
+        self.block = block
+        self.tier = tier
+        self.slots = slots
+        self.position = position
+        self.done = done
+        self._claim = threading.Lock()
+
+    def claim(self) -> bool:
+        """Become the one who decides; False if somebody has."""
+        return self._claim.acquire(blocking=False)
+
+
+@dataclass(slots=True)
+class _Read:
+    row: int
+    task: asyncio.Task[ReadResult]
+    waiters: int = 0
+
+
+class Prefetcher:
+    """Owns the loop thread, the read and copy lanes, and the reads under way."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        mover: Mover,
+        profiler: Profiler,
+        metrics: Metrics,
+        *,
+        block_bytes: int,
+        loads_inflight_max: int,
+        links: Mapping[Tier, LinkThrottle],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._catalog = catalog
+        self._mover = mover
+        self._profiler = profiler
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._links = links
+        self._failed = failed
+        self._reads: dict[BlockId, _Read] = {}
+        self._last_done = dict.fromkeys((Tier.HOST, Tier.SSD), float("-inf"))
+        lane = concurrent.futures.ThreadPoolExecutor
+        self._read_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-read")
+        self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
+        self._load_block = wrap(mover.load)
+        self._write_block = wrap(self._into_slot)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvtier-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _submit(self, work: Coroutine[Any, Any, None]) -> None:
+        def start() -> None:
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._finished)
+
+        self._loop.call_soon_threadsafe(start)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, SpecMismatch):
+            self._failed(error)
+
+    # -- what others call, from any thread
+
+    def load(self, ticket: LoadTicket) -> None:
+        """Start bringing a block into an engine slot."""
+        self._submit(self._load(ticket))
+
+    def prefetch(self, blocks: Sequence[BlockId]) -> Transfer[int]:
+        """Start promoting blocks to host memory; the result counts those that are there then."""
+        transfer: Transfer[int] = Transfer()
+        self._submit(self._prefetch(blocks, transfer))
+        return transfer
+
+    def close(self) -> None:
+        """Let what has begun end, stop the loop and the lanes; idempotent."""
+        if self._loop.is_closed():
+            return
+        drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+        try:
+            drained.result(JOIN_S_MAX)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            drained.cancel()
+        self._read_lane.shutdown(wait=True, cancel_futures=True)
+        self._copy_lane.shutdown(wait=True, cancel_futures=True)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_S_MAX)
+        self._loop.close()
+
+    async def _drain(self) -> None:
+        mine = asyncio.current_task()
+        waiting = [task for task in asyncio.all_tasks() if task is not mine]
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    # -- on the loop
+
+    async def _load(self, ticket: LoadTicket) -> None:
+        submitted = self._loop.time()
+        claimed = False
+        error: BaseException | None = TransferFailed(f"block {ticket.block} is gone")
+        try:
+            row = await self._fetch(ticket.block)
+            if row is None:
+                return
+            try:
+                if ticket.tier is Tier.HOST:
+                    await self._throttle(Tier.HOST)
+                claimed = ticket.claim()
+                if claimed:
+                    await self._write_block(ticket, row, executor=self._copy_lane)
+                    error = None
+            finally:
+                self._mover.unpin_host(row)
+            if claimed:
+                self._observe(ticket.tier, submitted)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            # Whoever loses the claim stays silent: exactly one answer per ticket.
+            if claimed or ticket.claim():
+                ticket.done(ticket.position, error)
+
+    def _into_slot(self, ticket: LoadTicket, row: int) -> None:
+        write_block(ticket.slots, ticket.position, self._mover.payload(row))
+
+    def _observe(self, tier: Tier, submitted: float) -> None:
+        now = self._loop.time()
+        previous = self._last_done[tier]
+        self._last_done[tier] = now
+        busy = now - max(submitted, previous)
+        self._profiler.loaded(tier, self._block_bytes, busy)
+        self._metrics.add(f"loaded_blocks_{tier}")
+        self._metrics.add(f"loaded_bytes_{tier}", self._block_bytes)
+
+    async def _throttle(self, tier: Tier) -> None:
+        link = self._links.get(tier)
+        if link is not None:
+            now = self._loop.time()
+            await self._until(link.reserve(now, self._block_bytes))
+
+    async def _until(self, instant: float) -> None:
+        if instant <= self._loop.time():
+            return
+        arrived = self._loop.create_future()
+        timer = self._loop.call_at(instant, arrived.set_result, None)
+        try:
+            await arrived
+        finally:
+            timer.cancel()
+
+    async def _prefetch(self, blocks: Sequence[BlockId], transfer: Transfer[int]) -> None:
+        try:
+            rows = await asyncio.gather(*(self._fetch(block) for block in blocks))
+            for row in rows:
+                if row is not None:
+                    self._mover.unpin_host(row)
+            transfer.finish(sum(row is not None for row in rows))
+        except BaseException as error:
+            transfer.fail(error)
+            raise
+
+    async def _fetch(self, block: BlockId) -> int | None:
+        """Bring a block into host memory, if it is not there, and pin it: its row, or None."""
+        read = self._reads.get(block)
+        if read is None:
+            with self._catalog.changed:
+                row = self._catalog.find(block)
+                if row is None:
+                    return None
+                if self._catalog.pin(row, Tier.HOST):
+                    return row
+                if not self._may_read(row):
+                    return None
+                self._catalog.begin(block, Tier.HOST, "load")
+            read = _Read(row, self._loop.create_task(self._read(row)))
+            self._reads[block] = read
+            read.task.add_done_callback(lambda _task: self._reads.pop(block))
+        read.waiters += 1
+        result = await asyncio.shield(read.task)
+        read.waiters -= 1
+        if result is not ReadResult.OK:
+            return None
+        # The read left one pin: the last waiter takes it over, the others take their own first.
+        if read.waiters:
+            self._catalog.pin(read.row, Tier.HOST)
+        return read.row
+
+    def _may_read(self, row: int) -> bool:
+        """Pin the SSD copy for a read, if there is one and nobody is filling the host copy."""
+        absent = self._catalog.state(row, Tier.HOST) is CopyState.ABSENT
+        return absent and self._catalog.pin(row, Tier.SSD)
+
+    async def _read(self, row: int) -> ReadResult:
+        try:
+            link = self._links.get(Tier.SSD)
+            arrival = link.reserve(self._loop.time(), self._block_bytes) if link else 0.0
+            result: ReadResult = await self._load_block(row, executor=self._read_lane)
+            await self._until(arrival)
+            return result
+        finally:
+            self._catalog.unpin(row, Tier.SSD)

@@ -1,0 +1,281 @@
+"""One restore under way: the executor's state machine, driven by real loads and a real engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvtier.errors import StoreFailed, TransferFailed
+from kvtier.executor import (
+    Action,
+    Asked,
+    Begin,
+    BlockState,
+    CancelLoad,
+    Computed,
+    Event,
+    Expired,
+    Loaded,
+    NotLoaded,
+    Recosted,
+    StartLoad,
+    StartStep,
+    advance,
+    begin,
+)
+from kvtier.prefetcher import LoadTicket
+from kvtier.tiers.base import BlockId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from kvtier.catalog import Catalog
+    from kvtier.cost import Profiler
+    from kvtier.metrics import Metrics
+    from kvtier.plan import RestorePlan, Step
+    from kvtier.prefetcher import Prefetcher
+    from kvtier.tiers.device import KVSlots
+
+__all__ = ["PENDING", "Pending", "RestoreReport", "RestoreSession"]
+
+log = logging.getLogger(__name__)
+
+Pending = Literal["pending"]
+PENDING: Final[Pending] = "pending"
+"""What ``poll_step`` returns while there is nothing to compute and not everything is in place."""
+
+STEP_S: Final = 30.0
+COPY_S_MAX: Final = 30.0
+"""How long a cancelled load that is already copying into its slot may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did, in blocks, bytes and seconds.
+
+    ``measured_s`` runs from the start of the session to the last block in place; None until then.
+    """
+
+    loaded: int
+    recomputed: int
+    failed: int
+    loaded_bytes: int
+    predicted_s: float
+    measured_s: float | None
+
+
+class RestoreSession:
+    """A scope that pins a plan's blocks, starts its loads, and hands out what is to be recomputed.
+
+    ::
+
+        with store.restore(plan, into=slots) as session:
+            while step := session.next_step(timeout=30):
+                prefill(step.tokens)           # everything before them is in place
+                session.computed(step)
+
+    One thread drives a session. Leaving the scope early cancels, and returns when nothing writes
+    into the slots any more.
+    """
+
+    def __init__(
+        self,
+        plan: RestorePlan,
+        slots: KVSlots,
+        *,
+        catalog: Catalog,
+        prefetcher: Prefetcher,
+        profiler: Profiler,
+        metrics: Metrics,
+        loads_inflight_max: int,
+        clock: Callable[[], float],
+        check_open: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self._slots = slots
+        self._catalog = catalog
+        self._prefetcher = prefetcher
+        self._profiler = profiler
+        self._metrics = metrics
+        self._loads_inflight_max = loads_inflight_max
+        self._clock = clock
+        self._check_open = check_open
+        self._changed = threading.Condition()
+        self._scope = ExitStack()
+        self._state = begin(plan, profiler.costs, loads_inflight_max=loads_inflight_max)
+        self._tickets: dict[int, LoadTicket] = {}
+        self._step: Step | None = None
+        self._error: BaseException | None = None
+        self._started = 0.0
+        self._finished: float | None = None
+        self._loaded = 0
+        self._recomputed = 0
+        self._failures = 0
+
+    def __enter__(self) -> RestoreSession:
+        plan = self.plan
+        self._check_open()
+        self._started = self._clock()
+        pinned = self._scope.enter_context(
+            self._catalog.pinned(plan.namespace, plan.hashes, plan.tiers)
+        )
+        self._catalog.touch(plan.namespace, plan.hashes)
+        gone = [block for block in plan.load if not pinned[block]]
+        if plan.adaptive:
+            gone += [b for b in plan.recompute if plan.tiers[b] is not None and not pinned[b]]
+        with self._changed:
+            self._state = begin(
+                plan,
+                self._profiler.costs,
+                loads_inflight_max=self._loads_inflight_max,
+                gone=gone,
+            )
+            self._post(Begin(self._started))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            with self._changed:
+                self._cancel(list(self._tickets))
+                self._await_copies()
+        finally:
+            self._scope.close()
+            self._metrics.add("restores")
+            self._metrics.add("recomputed_blocks", self._recomputed)
+
+    def next_step(self, timeout: float = STEP_S) -> Step | None:
+        """Return the next range of blocks to recompute, or None once everything is in place.
+
+        Waits for blocks that the range builds on. After ``timeout`` seconds whatever is missing is
+        handed out for recompute; a block is handed out only once no load can still write to it.
+        Raises what the engine's slots raised, or ``StoreFailed`` if a copy into them never ends.
+        """
+        deadline = self._clock() + timeout
+        with self._changed:
+            self._ask()
+            while True:
+                answer = self._answer()
+                if answer != PENDING:
+                    return answer
+                left = deadline - self._clock()
+                if left > 0:
+                    self._changed.wait(left)
+                elif not self._state.expired:
+                    log.warning("restore: %.1f s passed; the rest is recomputed", timeout)
+                    self._post(Expired(self._clock()))
+                    deadline = self._clock() + COPY_S_MAX
+                else:
+                    raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
+
+    def poll_step(self) -> Step | None | Pending:
+        """Like ``next_step``, but never waits: a step, ``PENDING``, or None."""
+        with self._changed:
+            self._ask()
+            return self._answer()
+
+    def computed(self, step: Step, seconds: float | None = None) -> None:
+        """Say that ``step`` is in the slots; its time teaches the cost model.
+
+        ``seconds`` overrides the time since the step was handed out (say, a CUDA event's).
+        """
+        with self._changed:
+            if step != self._step:
+                raise ValueError(f"{step} is not the step that is out ({self._step})")
+            now = self._clock()
+            spent = now - self._state.step_started if seconds is None else seconds
+            self._profiler.computed(step.tokens.start, len(step.tokens), spent)
+            self._step = None
+            self._recomputed += len(step.blocks)
+            self._post(Computed(now))
+
+    @property
+    def report(self) -> RestoreReport:
+        """What was done so far."""
+        with self._changed:
+            return RestoreReport(
+                loaded=self._loaded,
+                recomputed=self._recomputed,
+                failed=self._failures,
+                loaded_bytes=self._loaded * self.plan.block_bytes,
+                predicted_s=self.plan.predicted.planned,
+                measured_s=None if self._finished is None else self._finished - self._started,
+            )
+
+    # -- inside; everything below holds the condition's lock
+
+    def _ask(self) -> None:
+        if self._step is not None:
+            raise ValueError(f"{self._step} is out; say computed() first")
+        if not self._state.idle and not self._state.finished:
+            self._post(Asked(self._clock()))
+
+    def _answer(self) -> Step | None | Pending:
+        if self._error is not None:
+            raise self._error
+        if self._state.finished:
+            return None
+        if self._state.step is not None:
+            self._step = self._state.step
+            return self._step
+        return PENDING
+
+    def _post(self, event: Event) -> None:
+        """Advance the machine, then do what it says."""
+        costs = self._profiler.costs
+        if costs != self._state.costs and not isinstance(event, Recosted):
+            self._state, actions = advance(self._state, Recosted(costs, event.now))
+            self._perform(actions)
+        self._state, actions = advance(self._state, event)
+        if self._state.finished and self._finished is None:
+            self._finished = event.now
+        self._perform(actions)
+        self._changed.notify_all()
+
+    def _perform(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case StartLoad(block, tier):
+                    name = BlockId(self.plan.namespace, self.plan.hashes[block])
+                    ticket = LoadTicket(name, tier, self._slots, block, self._load_done)
+                    self._tickets[block] = ticket
+                    self._prefetcher.load(ticket)
+                case CancelLoad(block):
+                    self._cancel([block])
+                case StartStep():
+                    pass  # it waits in the state until the compute side takes it
+
+    def _cancel(self, blocks: list[int]) -> None:
+        for block in blocks:
+            ticket = self._tickets.get(block)
+            if ticket is not None and ticket.claim():
+                del self._tickets[block]
+                if self._state.blocks[block] in (BlockState.LOADING, BlockState.LEAVING):
+                    self._post(NotLoaded(block, self._clock()))
+
+    def _await_copies(self) -> None:
+        """Wait until no copy that has begun writes into the slots any more."""
+        if not self._changed.wait_for(lambda: not self._tickets, COPY_S_MAX):
+            raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
+
+    def _load_done(self, block: int, error: BaseException | None) -> None:
+        """Called by the prefetcher's thread, once per ticket that was not cancelled."""
+        with self._changed:
+            del self._tickets[block]
+            if error is None:
+                self._loaded += 1
+                self._post(Loaded(block, self._clock()))
+                return
+            self._failures += 1
+            self._metrics.add("load_failures")
+            if not isinstance(error, TransferFailed):
+                self._error = error
+            self._post(NotLoaded(block, self._clock()))

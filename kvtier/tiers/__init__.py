@@ -1,0 +1,1 @@
+"""Where bytes lie: blocking storage for blocks, one module per tier."""

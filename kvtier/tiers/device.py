@@ -1,0 +1,154 @@
+"""The engine's side of a copy: its own KV tensors, addressed by block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvtier.errors import SpecMismatch
+from kvtier.identity import KVSpec
+from kvtier.layout import BlockLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+__all__ = ["KVSlots", "TensorSlots", "read_block", "write_block"]
+
+
+class KVSlots(Protocol):
+    """Where an engine keeps the KV of one prompt.
+
+    ``parts(block)`` returns the block's tensors in the record's byte order (layer by layer, K then
+    V), each of the shape that ``layout.tensors`` gives; strides are free except that the last axis
+    is contiguous. The tensors must stay valid until the copy that uses them is done.
+    """
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The layout of each block."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+
+    def parts(self, block: int) -> Sequence[torch.Tensor]:
+        """Return block ``block``'s tensors in the record's byte order."""
+
+
+class TensorSlots:
+    """KVSlots over plain tensors, one per K or V of a layer, holding ``blocks`` blocks in a row.
+
+    ``tensors`` are in the record's order (K of layer 0, V of layer 0, K of layer 1, ...), each
+    [heads, blocks * block_tokens, width] for the hnd layout, tokens first for nhd.
+    """
+
+    def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> None:
+        self._layout = layout
+        self._tensors = tuple(tensors)
+        self._axis = 1 if layout.order == "hnd" else 0
+        if len(self._tensors) != len(layout.tensors):
+            raise SpecMismatch(
+                f"tensors: {len(self._tensors)} given, the layout has {len(layout.tensors)}"
+            )
+
+    @classmethod
+    def empty(cls, spec: KVSpec, blocks: int, device: str = "cpu") -> TensorSlots:
+        """Allocate zeroed slots for ``blocks`` blocks of ``spec``."""
+        import torch
+
+        layout = spec.block_layout
+        tensors = []
+        for part in layout.tensors:
+            shape = list(part.shape)
+            shape[1 if layout.order == "hnd" else 0] *= blocks
+            tensors.append(torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device))
+        return cls(layout, tensors)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The layout of each block."""
+        return self._layout
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self._tensors[0].device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, in the record's order."""
+        return self._tensors
+
+    def parts(self, block: int) -> Sequence[torch.Tensor]:
+        """Return views of block ``block``; ``SpecMismatch`` if the tensors end before it."""
+        tokens = self._layout.block_tokens
+        if not 0 <= block < self._tensors[0].shape[self._axis] // tokens:
+            raise SpecMismatch(f"block {block} lies beyond the slots' tensors")
+        return [t.narrow(self._axis, block * tokens, tokens) for t in self._tensors]
+
+
+def read_block(slots: KVSlots, block: int, into: memoryview) -> None:
+    """Copy a block from the engine's tensors into ``into`` (the payload's bytes)."""
+    for tensor, flat in _pairs(slots, block, into):
+        if tensor.device.type == "cpu":
+            np.copyto(flat, _as_numpy(tensor))
+        else:
+            _as_torch(flat, tensor).copy_(tensor)
+
+
+def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
+    """Copy a block's payload into the engine's tensors; returns when the bytes are in place.
+
+    On CUDA the copies are queued on the current stream and waited for; the caller runs this on a
+    thread of its own, under a side stream.
+    """
+    device = slots.device
+    for tensor, flat in _pairs(slots, block, source):
+        if tensor.device.type == "cpu":
+            np.copyto(_as_numpy(tensor), flat)
+        else:
+            tensor.copy_(_as_torch(flat, tensor), non_blocking=True)
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _pairs(
+    slots: KVSlots, block: int, payload: memoryview
+) -> Iterator[tuple[torch.Tensor, np.ndarray[Any, Any]]]:
+    layout = slots.layout
+    tensors = slots.parts(block)
+    expected = layout.tensors
+    if len(tensors) != len(expected):
+        raise SpecMismatch(f"block {block}: {len(tensors)} tensors, {len(expected)} wanted")
+    carrier = np.frombuffer(payload, dtype=f"u{layout.itemsize}")
+    for tensor, part in zip(tensors, expected, strict=True):
+        if tuple(tensor.shape) != part.shape or str(tensor.dtype) != f"torch.{layout.dtype}":
+            raise SpecMismatch(
+                f"block {block}, layer {part.layer}: {tensor.dtype} {list(tensor.shape)} given, "
+                f"{layout.dtype} {list(part.shape)} wanted"
+            )
+        start = part.offset // layout.itemsize
+        stop = start + part.nbytes // layout.itemsize
+        yield tensor, carrier[start:stop].reshape(part.shape)
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    # numpy has no bfloat16: bits are copied through an integer of the same width. numpy copies also
+    # release the GIL without starting an OpenMP team in the copying thread.
+    import torch
+
+    carrier = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    itemsize = tensor.element_size()
+    array: np.ndarray[Any, Any] = tensor.detach().view(carrier[itemsize]).numpy()
+    return array.view(f"u{itemsize}")
+
+
+def _as_torch(flat: np.ndarray[Any, Any], like: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(flat.view(np.uint8)).view(like.dtype)

@@ -1,0 +1,158 @@
+"""The few file operations that the SSD tier is built from; the seam where tests inject faults.
+
+All names are relative to an open directory and opened with O_NOFOLLOW; files are 0600, directories
+0700. Errors are ``OSError``: the tier decides what they mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["DISK_UNIT", "FileSystem", "PosixFileSystem"]
+
+DISK_UNIT = 512  # st_blocks counts in this unit whatever the file system's block size
+
+
+class FileSystem(Protocol):
+    """File operations; descriptors are ints, ``directory`` is an open directory's descriptor."""
+
+    def open_directory(self, path: str, *, create: bool) -> int:
+        """Open a directory, making it and its parents (0700) if ``create``."""
+
+    def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
+        """Open a regular file; ``create`` fails if it exists."""
+
+    def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers from ``offset``; returns the bytes read, fewer only at the end."""
+
+    def write(self, fd: int, data: Sequence[memoryview], offset: int) -> None:
+        """Write all buffers at ``offset``."""
+
+    def sync(self, fd: int) -> None:
+        """Make a file's data and size durable."""
+
+    def sync_directory(self, directory: int) -> None:
+        """Make names in a directory durable."""
+
+    def rename(self, directory: int, old: str, new: str) -> None:
+        """Replace ``new`` by ``old`` atomically."""
+
+    def unlink(self, directory: int, name: str) -> None:
+        """Remove a file's name."""
+
+    def names(self, directory: int) -> list[str]:
+        """List a directory, sorted."""
+
+    def size(self, fd: int) -> int:
+        """Return a file's length in bytes."""
+
+    def disk_bytes(self, directory: int, name: str) -> int:
+        """Return what a file occupies on disk, as du counts it."""
+
+    def lock(self, fd: int) -> bool:
+        """Take an exclusive lock without waiting; False if someone holds it."""
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+
+
+class PosixFileSystem:
+    """The real one."""
+
+    def open_directory(self, path: str, *, create: bool) -> int:
+        """Open a directory, making it and its parents (0700) if ``create``."""
+        if create:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
+        """Open a regular file; ``create`` fails if it exists."""
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        fd = os.open(name, flags | os.O_NONBLOCK, 0o600, dir_fd=directory)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return fd
+
+    def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers from ``offset``; returns the bytes read, fewer only at the end."""
+        left = list(into)
+        total = 0
+        while left:
+            count = os.preadv(fd, left, offset + total)
+            if count == 0:
+                break
+            total += count
+            left = _after(left, count)
+        return total
+
+    def write(self, fd: int, data: Sequence[memoryview], offset: int) -> None:
+        """Write all buffers at ``offset``."""
+        left = list(data)
+        total = 0
+        while left:
+            count = os.pwritev(fd, left, offset + total)
+            total += count
+            left = _after(left, count)
+
+    def sync(self, fd: int) -> None:
+        """Make a file's data and size durable."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, directory: int) -> None:
+        """Make names in a directory durable."""
+        os.fsync(directory)
+
+    def rename(self, directory: int, old: str, new: str) -> None:
+        """Replace ``new`` by ``old`` atomically."""
+        os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
+
+    def unlink(self, directory: int, name: str) -> None:
+        """Remove a file's name."""
+        os.unlink(name, dir_fd=directory)
+
+    def names(self, directory: int) -> list[str]:
+        """List a directory, sorted."""
+        return sorted(os.listdir(directory))
+
+    def size(self, fd: int) -> int:
+        """Return a file's length in bytes."""
+        return os.fstat(fd).st_size
+
+    def disk_bytes(self, directory: int, name: str) -> int:
+        """Return what a file occupies on disk, as du counts it."""
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return found.st_blocks * DISK_UNIT
+
+    def lock(self, fd: int) -> bool:
+        """Take an exclusive lock without waiting; False if someone holds it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of ``buffers`` once their first ``count`` bytes are done."""
+    rest = []
+    for buffer in buffers:
+        if count >= buffer.nbytes:
+            count -= buffer.nbytes
+        else:
+            rest.append(buffer[count:])
+            count = 0
+    return rest

@@ -1,0 +1,72 @@
+"""Token ids in whatever form an engine has them, as the bytes that are hashed."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["TOKEN_ID_MAX", "TokenIds", "token_bytes"]
+
+TOKEN_ID_MAX: Final = (1 << 32) - 1
+U32_CODE: Final = "I" if array("I").itemsize == 4 else "L"  # noqa: PLR2004 - bytes of a u32
+
+TokenIds = Any
+"""list or tuple of int, integer ndarray or torch tensor of shape [n] or [1, n]."""
+
+
+def token_bytes(token_ids: TokenIds) -> bytes:
+    """Return the ids as little-endian u32.
+
+    Raises ``TypeError`` for a float, a bool or another type, ``ValueError`` for an id outside
+    [0, 2^32) or a wrong shape; both name the index.
+    """
+    if isinstance(token_ids, (list, tuple)):
+        return _from_sequence(token_ids)
+    if hasattr(token_ids, "detach"):  # a torch tensor, without importing torch
+        token_ids = token_ids.detach().cpu().numpy()
+    if isinstance(token_ids, np.ndarray):
+        return _from_array(token_ids)
+    raise TypeError(
+        f"token_ids: {type(token_ids).__name__} given; a list, tuple, ndarray or tensor wanted"
+    )
+
+
+def _from_sequence(ids: list[Any] | tuple[Any, ...]) -> bytes:
+    # array() converts at C speed but takes a bool for 0 or 1; only those two values are looked at
+    # again. Anything it rejects takes the slow path, which knows the index.
+    try:
+        values = np.frombuffer(array(U32_CODE, ids), dtype=np.uint32)
+    except (TypeError, OverflowError):
+        raise _first_bad(ids) from None
+    for index in np.flatnonzero(values <= 1):
+        if isinstance(ids[index], (bool, np.bool_)):
+            raise TypeError(f"token_ids[{index}]: bool given, an int wanted")
+    return values.astype("<u4", copy=False).tobytes()
+
+
+def _first_bad(ids: list[Any] | tuple[Any, ...]) -> Exception:
+    for index, value in enumerate(ids):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            return TypeError(f"token_ids[{index}]: {type(value).__name__} given, an int wanted")
+        if not 0 <= value <= TOKEN_ID_MAX:
+            return ValueError(f"token_ids[{index}]: {value} is not in [0, {TOKEN_ID_MAX}]")
+    return TypeError("token_ids: not a flat sequence of ints")
+
+
+def _from_array(ids: np.ndarray[Any, Any]) -> bytes:
+    if ids.ndim == 2 and ids.shape[0] == 1:  # noqa: PLR2004 - [1, n]
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise ValueError(f"token_ids: shape {list(ids.shape)} given, [n] or [1, n] wanted")
+    if ids.size == 0:
+        return b""
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"token_ids[0]: {ids.dtype} given, an integer wanted")
+    bad = np.flatnonzero((ids < 0) | (ids > TOKEN_ID_MAX))
+    if bad.size:
+        raise ValueError(
+            f"token_ids[{bad[0]}]: {ids[bad[0]]} is not in [0, {TOKEN_ID_MAX}]"
+        )
+    return ids.astype("<u4").tobytes()

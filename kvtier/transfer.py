@@ -1,0 +1,69 @@
+"""One handle for bytes on the move: poll it, block on it, or await it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from kvtier.errors import TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["PutResult", "Transfer"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of a put's blocks: ``present`` ones were stored already (or are being stored),
+    ``dropped`` ones found no room or a failing disk."""
+
+    stored: int
+    present: int
+    dropped: int
+
+
+class Transfer(Generic[T]):
+    """A copy under way. ``released`` is set once the source may be reused, before ``result``.
+
+    Cancelling a task that awaits a transfer does not cancel the copy.
+    """
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._future.set_running_or_notify_cancel()
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait up to ``timeout`` seconds for the outcome.
+
+        Raises ``TransferFailed`` if the copy failed, ``TimeoutError`` if it is not done by then.
+        """
+        return self._future.result(timeout)
+
+    def __await__(self) -> Generator[object, None, T]:
+        wrapped = asyncio.wrap_future(self._future)
+        return asyncio.shield(wrapped).__await__()
+
+    def finish(self, value: T) -> None:
+        """Set the outcome; for the one who moves the bytes. A second outcome is ignored."""
+        self.released.set()
+        if not self._future.done():
+            self._future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """Set a failed outcome; for the one who moves the bytes. A second outcome is ignored."""
+        self.released.set()
+        if not self._future.done():
+            wrapped = TransferFailed(f"the copy failed: {error}")
+            wrapped.__cause__ = error
+            self._future.set_exception(wrapped)
