@@ -1,7 +1,7 @@
 """Who is where: the one owner of residency and pins.
 
-Columns, not objects: a dict from block hash to row, and arrays over rows. A block may have a copy in
-host memory and one on the SSD; each copy has its own lifecycle:
+Columns, not objects: a dict from block hash to row, and arrays over rows. A block may have a copy
+in host memory and one on the SSD; each copy has its own lifecycle:
 
 ::
 
@@ -64,8 +64,8 @@ _ROWS_MIN: Final = 1024
 class Catalog:
     """Residency, states and pins of all blocks; thread-safe.
 
-    ``changed`` is the condition that whoever waits for a copy to become evictable waits on; its lock
-    is the catalog's own and may be held over several calls.
+    ``changed`` is the condition that whoever waits for a copy to become evictable waits on; its
+    lock is the catalog's own and may be held over several calls.
     """
 
     def __init__(self, policy: Callable[[], Policy]) -> None:
@@ -136,7 +136,7 @@ class Catalog:
     def blocks(self, namespace: bytes, tier: Tier, limit: int) -> list[bytes]:
         """Return up to ``limit`` hashes of this namespace that are READY in ``tier``."""
         with self.changed:
-            found = []
+            found: list[bytes] = []
             for digest, row in self._rows.get(namespace, {}).items():
                 if len(found) == limit:
                     break
@@ -189,7 +189,7 @@ class Catalog:
             self.changed.notify_all()
 
     def evict(self, tier: Tier, count: int, slot_bytes: int | None = None) -> list[int]:
-        """Choose up to ``count`` READY, unpinned copies (of one slot size) and move them to EVICTING."""
+        """Move up to ``count`` READY, unpinned copies (of one slot size) to EVICTING."""
         with self.changed:
             column = _COLUMN[tier]
             chosen: list[int] = []
@@ -270,7 +270,9 @@ class Catalog:
             for tier in _TIERS:
                 ready = int((self._states[_COLUMN[tier]] == CopyState.READY).sum())
                 if ready != self._ready[tier]:
-                    problems.append(f"catalog: {ready} ready in {tier}, {self._ready[tier]} counted")
+                    problems.append(
+                        f"catalog: {ready} ready in {tier}, {self._ready[tier]} counted"
+                    )
             if (self._pins < 0).any():
                 problems.append("catalog: a pin count below zero")
         return problems

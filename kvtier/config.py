@@ -22,7 +22,9 @@ POLICIES: Final = ("lru",)
 def parse_bytes(name: str, value: ByteSize) -> int:
     """Return a size in bytes; ``ValueError`` names the setting."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name}: {type(value).__name__} given, bytes or a string like '8GiB' wanted")
+        raise TypeError(
+            f"{name}: {type(value).__name__} given, bytes or a string like '8GiB' wanted"
+        )
     if isinstance(value, int):
         size = value
     else:
@@ -52,7 +54,7 @@ class StoreConfig:
     write_batch_blocks_max: int = 16
     """Blocks that share one pair of syncs."""
     write_queue_blocks_max: int = 4096
-    """Blocks of accepted puts that wait for their copy; what does not fit is dropped and counted."""
+    """Blocks of accepted puts that are not durable yet; more are dropped and counted."""
     segment_bytes_max: int = 256 << 20
     """Size of a segment file, unless one slot alone is larger."""
     index_bytes_max: int = 1 << 30

@@ -1,12 +1,12 @@
-"""What recomputing and loading cost: frozen numbers for decisions, and the profiler that learns them.
+"""What recomputing and loading cost: frozen numbers for decisions, and a profiler that learns them.
 
 Recomputing a step of ``tokens`` tokens that begins at position ``start`` costs
 
     fixed + per_token * tokens + per_attention * tokens * (start + (tokens - 1) / 2)
 
 (kernel launches and weights; matrix products; attention over what came before). The three terms are
-fitted by recursive least squares on relative errors. A tier's link costs ``latency + bytes / rate``;
-the rate is an exponentially weighted mean over what was seen.
+fitted by recursive least squares on relative errors. A tier's link costs ``latency + bytes / rate``
+with a rate that is an exponentially weighted mean over what was seen.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ SECONDS_MIN: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost:
-    """Seconds to recompute: ``fixed_s`` per step, ``token_s`` per token, ``attention_s`` per token
-    and position. ``samples`` 0 means that nothing was measured yet."""
+    """Seconds to recompute; ``samples`` 0 means that nothing was measured yet.
+
+    ``fixed_s`` per step, ``token_s`` per token, ``attention_s`` per token and position.
+    """
 
     fixed_s: float = 0.0
     token_s: float = 0.0
@@ -192,7 +194,7 @@ class Profiler:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Profiler:
-        """Decode ``to_record``; ``ValueError`` on anything else (the file is only a calibration)."""
+        """Decode ``to_record``; ``ValueError`` on anything else."""
         profiler = cls()
         try:
             theta = np.array(record["theta"], dtype=np.float64).reshape(3)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -172,7 +172,6 @@ class RestoreState:
     """Every block before it is PLACED."""
     step: Step | None = None
     step_started: float = 0.0
-    step_done: float = 0.0
     started: bool = False
     expired: bool = False
     idle: bool = False
@@ -257,22 +256,25 @@ class _Machine:
                     raise ValueError("the last step is not computed yet")
                 self.state = replace(self.state, idle=True)
             case Computed():
-                if self.state.step is None:
-                    raise ValueError("no step is out")
-                for block in self.state.step.blocks:
-                    self.move(block, "computed")
-                self.state = replace(self.state, step=None, step_done=event.now)
-            case Loaded(block):
+                self._computed()
+            case Loaded(block, now):
                 self.move(block, "loaded")
-                self._link_progress(block, event.now)
-            case NotLoaded(block):
+                self._link_progress(block, now)
+            case NotLoaded(block, now):
                 self.move(block, "not loaded")
-                self._link_progress(block, event.now)
+                self._link_progress(block, now)
             case Expired():
                 self.state = replace(self.state, expired=True)
                 self._give_up()
             case Recosted(costs):
                 self.state = replace(self.state, costs=costs)
+
+    def _computed(self) -> None:
+        if self.state.step is None:
+            raise ValueError("no step is out")
+        for block in self.state.step.blocks:
+            self.move(block, "computed")
+        self.state = replace(self.state, step=None)
 
     def _give_up(self) -> None:
         for block, now in enumerate(self.blocks):
@@ -380,8 +382,3 @@ class _Machine:
         while stop in takable and stop - front < limit:
             stop += 1
         return stop
-
-
-def summary(state: RestoreState) -> dict[str, Any]:
-    """Return the number of blocks in each state, for messages."""
-    return {s.name.lower(): state.count(s) for s in BlockState if state.count(s)}

@@ -1,6 +1,6 @@
 """What makes stored bytes interchangeable: ``KVSpec``, its namespace, and ``BlockKeys``.
 
-Two encodings are frozen here and guarded by golden vectors; changing either is a new format version:
+Two encodings are frozen here and guarded by golden vectors; changing one is a new format version:
 
 * a spec is the msgpack array ``["kvtier.spec", version, [name, value], ...]`` with the fields in
   declaration order. msgpack tags every value with its type and prefixes its length, and the encoder
@@ -9,8 +9,8 @@ Two encodings are frozen here and guarded by golden vectors; changing either is 
   weights, tenant, adapter, [extra, ...]]``; each block's hash is the SHA-256 of the previous hash
   followed by the block's token ids as little-endian u32.
 
-The root leaves out rank, dtype and layout so that every rank derives the same keys; those are in the
-namespace, and a stored block is addressed by (namespace, block hash).
+The root leaves out rank, dtype and layout so that every rank derives the same keys; those are in
+the namespace, and a stored block is addressed by (namespace, block hash).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class KVSpec:
     ``layers, kv_heads, head_dim`` (and ``v_head_dim`` where V is narrower or wider than K) are the
     short form of ``parts``, one tuple of (heads, width) pairs per layer; models whose layers differ
     give ``parts``. ``weights`` is a digest over the weights' content, never a path. ``rope`` holds
-    (name, value) pairs. Maximum length, thread count, chunk size and attention implementation do not
-    change what is stored and are not here.
+    (name, value) pairs. Maximum length, thread count, chunk size and attention implementation do
+    not change what is stored and are not here.
 
     Raises ``ValueError`` naming the field.
     """
@@ -100,9 +100,7 @@ class KVSpec:
         # Invariant after this: `parts` is the truth for every layer, and the three numbers are set
         # exactly where it has the short form, so that both spellings of one spec are equal.
         if self.parts:
-            parts = tuple(
-                tuple((heads, width) for heads, width in part) for part in self.parts
-            )
+            parts = tuple(tuple((heads, width) for heads, width in part) for part in self.parts)
             if len(parts) != self.layers:
                 raise ValueError(f"parts: {len(parts)} layers given, layers={self.layers}")
         else:
@@ -118,16 +116,17 @@ class KVSpec:
             for heads, width in part:
                 _count(f"parts[{layer}] heads", heads, DIMENSION_MAX)
                 _count(f"parts[{layer}] width", width, DIMENSION_MAX)
-        short = (0, 0, 0)
         first = parts[0]
-        if set(parts) == {first} and len(first) == 2 and first[0][0] == first[1][0]:  # noqa: PLR2004 - K and V
-            short = (first[0][0], first[0][1], first[1][1])
-        for name, given, value in zip(
-            ("kv_heads", "head_dim", "v_head_dim"),
-            (self.kv_heads, self.head_dim, self.v_head_dim),
-            short,
-            strict=True,
-        ):
+        match first:
+            case ((heads, k_width), (v_heads, v_width)) if heads == v_heads and set(parts) == {
+                first
+            }:
+                short = (heads, k_width, v_width)
+            case _:
+                short = (0, 0, 0)
+        names = ("kv_heads", "head_dim", "v_head_dim")
+        for name, value in zip(names, short, strict=True):
+            given = getattr(self, name)
             if given not in (0, value):
                 raise ValueError(f"{name}: {given} contradicts parts")
             object.__setattr__(self, name, value)
@@ -150,7 +149,7 @@ class KVSpec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KVSpec:
-        """Decode ``to_bytes``; anything that does not encode back to ``data`` is ``FormatError``."""
+        """Decode ``to_bytes``; what does not encode back to ``data`` is ``FormatError``."""
         try:
             tag, version, *pairs = _unpack(data)
             if tag != "kvtier.spec" or version != SPEC_VERSION:

@@ -26,7 +26,7 @@ DTYPE_BYTES: Final[dict[str, int]] = {
 LAYOUTS: Final = ("hnd", "nhd")
 
 PartShape = tuple[tuple[int, int], ...]
-"""The tensors of one layer as (heads, width) pairs: K and V of one GQA layer are ((8, 128), (8, 128))."""
+"""The tensors of one layer as (heads, width) pairs: ((8, 128), (8, 128)) for K and V of GQA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The resolved byte layout of one block: ``dtype``, token count, order of axes, parts per layer."""
+    """The resolved byte layout of one block; ``order`` is that of the axes."""
 
     dtype: str
     block_tokens: int

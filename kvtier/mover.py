@@ -217,10 +217,12 @@ class Mover:
             self._work.notify_all()
         for thread in self._lanes:
             thread.join(JOIN_S_MAX)
-        for job, block in [*self._writes, *((job, b) for job in self._puts for b in job.blocks)]:
-            self._settle(job, block, stored=False)
+        queued = [job for job, _ in self._writes]
+        queued += [job for job in self._puts for _ in job.blocks]
         self._puts.clear()
         self._writes.clear()
+        for job in queued:
+            self._settle(job, stored=False)
 
     def _run(self, step: Callable[[], bool]) -> None:
         try:
@@ -230,9 +232,8 @@ class Mover:
             log.exception("a background lane failed")
             self._failed(error)
 
-    def _settle(self, job: PutJob, block: PutBlock, *, stored: bool) -> None:
+    def _settle(self, job: PutJob, *, stored: bool) -> None:
         """Count one block's outcome; the last one resolves the transfer."""
-        del block
         with self._work:
             self._unsettled -= 1
             job.open_blocks -= 1
@@ -260,7 +261,7 @@ class Mover:
                 failure = self._copy(job, block)
             else:
                 self._catalog.end(block.row, Tier.HOST, "abort")
-                self._settle(job, block, stored=False)
+                self._settle(job, stored=False)
         if failure is not None:
             job.transfer.fail(failure)
         job.transfer.released.set()
@@ -273,14 +274,14 @@ class Mover:
         slot = self.take_slot()
         if slot is None:
             self._catalog.end(block.row, Tier.HOST, "abort")
-            self._settle(job, block, stored=False)
+            self._settle(job, stored=False)
             return None
         try:
             read_block(job.slots, block.position, self._host.buffer(slot))
-        except Exception as error:  # the engine's tensors are not ours to trust
+        except Exception as error:  # noqa: BLE001 - the engine's tensors are not ours to trust
             self.free_slot(slot)
             self._catalog.end(block.row, Tier.HOST, "abort")
-            self._settle(job, block, stored=False)
+            self._settle(job, stored=False)
             return error
         self._host.label(slot, block.record.id)
         self._catalog.commit(block.row, Tier.HOST, Location(0, slot, 0), pinned=True)
@@ -346,7 +347,7 @@ class Mover:
 
     def _written(self, job: PutJob, block: PutBlock, *, durable: bool) -> None:
         self.unpin_host(block.row)
-        self._settle(job, block, stored=durable or self._host_blocks_max > 0)
+        self._settle(job, stored=durable or self._host_blocks_max > 0)
 
     def _make_room(self, record: Record, count: int) -> None:
         missing = count - self._ssd.room(record)

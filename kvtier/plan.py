@@ -109,12 +109,15 @@ class RestorePlan:
             "load": _spans(sorted(self.load)),
         }
         load = "-" if self.predicted.load is None else f"{self.predicted.load:.3f} s"
+        times = (
+            f"  predicted {self.predicted.planned:.3f} s planned, {load} load only, "
+            f"{self.predicted.recompute:.3f} s recompute only"
+        )
         return "\n".join(
             [
                 f"restore {len(self.hashes)} blocks ({self.resident} already in place)",
                 *(f"  {what:<10}{where}" for what, where in spans.items()),
-                f"  predicted {self.predicted.planned:.3f} s planned, {load} load only, "
-                f"{self.predicted.recompute:.3f} s recompute only",
+                times,
                 f"  because   {self.reason}",
             ]
         )

@@ -2,9 +2,9 @@
 
 Recomputing gets dearer with position while loading does not, so heads are recomputed and tails are
 loaded. For one run of one source tier the best split is where the two times cross or one block
-before it: C(k) rises and L(k) falls in k, so prefix sums and bisection find it exactly. With missing
-blocks or several source tiers every k is evaluated with the same list schedule that the executor
-follows.
+before it: C(k) rises and L(k) falls in k, so prefix sums and bisection find it exactly. With
+missing blocks or several source tiers every k is evaluated with the same list schedule that the
+executor follows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Way = Literal["best", "load", "recompute"]
 def split_one_tier(
     compute_s: np.ndarray[Any, Any], load_s: np.ndarray[Any, Any], latency_s: float = 0.0
 ) -> tuple[int, float]:
-    """Return the exact split (k, seconds): recompute [0, k), load [k, n); O(n) sums, O(log n) search."""
+    """Return the exact split (k, seconds): recompute [0, k), load [k, n)."""
     n = len(compute_s)
     compute = np.concatenate(([0.0], np.cumsum(compute_s)))
     load = np.concatenate(([0.0], np.cumsum(load_s[::-1])))[::-1].copy()
@@ -124,12 +124,15 @@ class _Problem:
         return [b for b in range(self.resident, len(self.tiers)) if self.tiers[b] is None]
 
     def recomputed(self, k: int) -> list[int]:
-        """The blocks recomputed when the head up to ``k`` is: [resident, k) and every hole."""
+        """Return what is recomputed when the head up to ``k`` is: [resident, k) and every hole."""
         return [*range(self.resident, k), *(block for block in self.missing if block >= k)]
 
     def seconds(self, recompute: Sequence[int]) -> float:
-        """List schedule: each tier's link in load order; compute ascending, each block after all
-        blocks before it are in place."""
+        """Return the end of the list schedule.
+
+        Each tier's link serves its blocks in load order; compute takes its blocks ascending, each
+        one after all blocks before it are in place.
+        """
         chosen = set(recompute)
         load = [b for b in range(self.resident, len(self.tiers)) if b not in chosen]
         arrival = np.zeros(len(self.tiers))
@@ -148,35 +151,34 @@ class _Problem:
         return float(max(done, ready[-1] if len(ready) else 0.0))
 
     def choose(self, way: Way, *, known: bool) -> tuple[list[int], Times, str]:
-        n = len(self.tiers)
-        everything = list(range(self.resident, n))
+        """Return what is recomputed, the three times, and the reason."""
+        everything = list(range(self.resident, len(self.tiers)))
         recompute_s = self.seconds(everything)
         load_s = None if self.missing else self.seconds([])
         if way == "recompute":
-            return everything, Times(recompute_s, load_s, recompute_s), "recompute was asked for"
-        if way == "load":
-            holes = self.missing
-            return holes, Times(self.seconds(holes), load_s, recompute_s), "load was asked for"
-        if not everything:
-            return [], Times(0.0, 0.0, 0.0), "the engine holds every block"
-        if len(self.missing) == len(everything):
-            return everything, Times(recompute_s, None, recompute_s), "no block is stored"
-        if not known:
-            holes = self.missing
+            recompute, reason = everything, "recompute was asked for"
+        elif way == "load":
+            recompute, reason = self.missing, "load was asked for"
+        elif len(self.missing) == len(everything):
+            recompute = everything
+            reason = "no block is stored" if everything else "the engine holds every block"
+        elif not known:
+            recompute = self.missing
             reason = "the cost of recomputing is not measured yet, so what is stored is loaded"
-            return holes, Times(self.seconds(holes), load_s, recompute_s), reason
+        else:
+            recompute, reason = self._best(everything, recompute_s)
+        return recompute, Times(self.seconds(recompute), load_s, recompute_s), reason
+
+    def _best(self, everything: list[int], recompute_s: float) -> tuple[list[int], str]:
         k, planned_s = self._best_split()
-        least = self.recomputed(self.resident)
+        least = self.missing
         least_s = self.seconds(least)
         if planned_s > (1 - GAIN_MIN) * least_s and least_s <= recompute_s:
-            reason = f"recomputing a head as well would gain under {GAIN_MIN:.0%}"
-            return least, Times(least_s, load_s, recompute_s), reason
+            return least, f"recomputing a head as well would gain under {GAIN_MIN:.0%}"
         if planned_s > (1 - GAIN_MIN) * recompute_s:
-            reason = f"loading a tail as well would gain under {GAIN_MIN:.0%}"
-            return everything, Times(recompute_s, load_s, recompute_s), reason
+            return everything, f"loading a tail as well would gain under {GAIN_MIN:.0%}"
         better = min(least_s, recompute_s)
-        reason = f"{better / planned_s:.2f}x faster than the better single way"
-        return self.recomputed(k), Times(planned_s, load_s, recompute_s), reason
+        return self.recomputed(k), f"{better / planned_s:.2f}x faster than the better single way"
 
     def _best_split(self) -> tuple[int, float]:
         start, n = self.resident, len(self.tiers)

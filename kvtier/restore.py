@@ -6,7 +6,7 @@ import logging
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvtier.errors import StoreFailed, TransferFailed
 from kvtier.executor import (
@@ -116,7 +116,7 @@ class RestoreSession:
         self._recomputed = 0
         self._failures = 0
 
-    def __enter__(self) -> RestoreSession:
+    def __enter__(self) -> Self:
         plan = self.plan
         self._check_open()
         self._started = self._clock()
@@ -176,7 +176,7 @@ class RestoreSession:
                 else:
                     raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
 
-    def poll_step(self) -> Step | None | Pending:
+    def poll_step(self) -> Step | Pending | None:
         """Like ``next_step``, but never waits: a step, ``PENDING``, or None."""
         with self._changed:
             self._ask()
@@ -218,7 +218,7 @@ class RestoreSession:
         if not self._state.idle and not self._state.finished:
             self._post(Asked(self._clock()))
 
-    def _answer(self) -> Step | None | Pending:
+    def _answer(self) -> Step | Pending | None:
         if self._error is not None:
             raise self._error
         if self._state.finished:
@@ -267,7 +267,7 @@ class RestoreSession:
             raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
 
     def _load_done(self, block: int, error: BaseException | None) -> None:
-        """Called by the prefetcher's thread, once per ticket that was not cancelled."""
+        """Take a ticket's answer, on the prefetcher's thread."""
         with self._changed:
             del self._tickets[block]
             if error is None:

@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgpack
 
@@ -67,13 +67,13 @@ def open_store(
 ) -> Store:
     """Open ``path`` as this process's store for ``spec``, creating it if it is empty or new.
 
-    ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what the
-    directory occupies, data and index. ``device`` names what recomputes (costs are kept per device).
-    ``links`` slows tiers down, ``fs`` and ``clock`` are seams for tests. Further keywords are the
-    other fields of ``StoreConfig``.
+    ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what
+    the directory occupies, data and index. ``device`` names what recomputes, since costs are kept
+    per device. ``links`` slows tiers down; ``fs`` and ``clock`` are seams for tests. Further
+    keywords are the other fields of ``StoreConfig``.
 
-    Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError`` naming
-    the setting.
+    Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError``
+    naming the setting.
     """
     config = StoreConfig(
         host_bytes=parse_bytes("host_bytes", host_bytes),
@@ -82,9 +82,7 @@ def open_store(
         **bounds,
     )
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
-    return Store(
-        os.fspath(path), spec, config, device, throttles, fs or PosixFileSystem(), clock
-    )
+    return Store(os.fspath(path), spec, config, device, throttles, fs or PosixFileSystem(), clock)
 
 
 class Store:
@@ -121,9 +119,7 @@ class Store:
             self._directory.close()
             raise
 
-    def _open_tiers(
-        self, fs: FileSystem, links: Mapping[Tier, LinkThrottle], device: str
-    ) -> None:
+    def _open_tiers(self, fs: FileSystem, links: Mapping[Tier, LinkThrottle], device: str) -> None:
         config, block_bytes = self.config, self._layout.block_bytes
         self._directory.keep_spec(self.spec)
         self._ssd = SsdTier(
@@ -138,7 +134,9 @@ class Store:
         self._catalog.restore((entry.id, entry.location) for entry in entries)
         slot = -(-block_bytes // PAGE) * PAGE
         host_blocks = config.host_bytes // slot
-        self._host = HostTier(block_bytes, host_blocks + config.staging_blocks_max, config.host_bytes)
+        self._host = HostTier(
+            block_bytes, host_blocks + config.staging_blocks_max, config.host_bytes
+        )
         self._costs_key = _costs_key(self._namespace, device, links)
         self._cost_records = self._read_costs()
         self._profiler = self._known_profiler()
@@ -292,9 +290,7 @@ class Store:
                 step = Step(start, start + 1, self.spec.block_tokens)
                 begun = self._clock()
                 prefill(step)
-                self._profiler.computed(
-                    step.tokens.start, len(step.tokens), self._clock() - begun
-                )
+                self._profiler.computed(step.tokens.start, len(step.tokens), self._clock() - begun)
         for tier in (Tier.HOST, Tier.SSD):
             if self.costs.link(tier).samples == 0:
                 self._calibrate_link(tier)
@@ -354,7 +350,7 @@ class Store:
         self._host.close()
         self._directory.close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -451,4 +447,4 @@ class Store:
 
 def _costs_key(namespace: bytes, device: str, links: Mapping[Tier, LinkThrottle]) -> str:
     throttled = ",".join(f"{tier}={link!r}" for tier, link in sorted(links.items()))
-    return "|".join((namespace.hex(), device, platform.node(), throttled))
+    return f"{namespace.hex()}|{device}|{platform.node()}|{throttled}"

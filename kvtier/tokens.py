@@ -66,7 +66,5 @@ def _from_array(ids: np.ndarray[Any, Any]) -> bytes:
         raise TypeError(f"token_ids[0]: {ids.dtype} given, an integer wanted")
     bad = np.flatnonzero((ids < 0) | (ids > TOKEN_ID_MAX))
     if bad.size:
-        raise ValueError(
-            f"token_ids[{bad[0]}]: {ids[bad[0]]} is not in [0, {TOKEN_ID_MAX}]"
-        )
+        raise ValueError(f"token_ids[{bad[0]}]: {ids[bad[0]]} is not in [0, {TOKEN_ID_MAX}]")
     return ids.astype("<u4").tobytes()

@@ -20,8 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of a put's blocks: ``present`` ones were stored already (or are being stored),
-    ``dropped`` ones found no room or a failing disk."""
+    """What became of a put's blocks.
+
+    ``present`` ones were stored already (or are being stored), ``dropped`` ones found no room or a
+    failing disk.
+    """
 
     stored: int
     present: int

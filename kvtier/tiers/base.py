@@ -86,9 +86,9 @@ class BlockTier(Protocol):
     """Bytes by location. A tier never evicts by itself: what has no room is not written.
 
     ``write`` returns one location per record, None where there was no room or the medium failed;
-    once it returns, the written blocks are as durable as the tier gets. ``read`` fills a buffer with
-    exactly the bytes that were written for that block, or does not return OK for it. ``drop`` frees
-    the locations for reuse.
+    once it returns, the written blocks are as durable as the tier gets. ``read`` fills a buffer
+    with exactly the bytes that were written for that block, or does not return OK for it. ``drop``
+    frees the locations for reuse.
     """
 
     def write(

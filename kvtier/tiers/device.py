@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvtier.errors import SpecMismatch
-from kvtier.identity import KVSpec
-from kvtier.layout import BlockLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
+
+    from kvtier.identity import KVSpec
+    from kvtier.layout import BlockLayout
 
 __all__ = ["KVSlots", "TensorSlots", "read_block", "write_block"]
 

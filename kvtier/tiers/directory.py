@@ -60,9 +60,7 @@ class StoreDirectory:
                 f"{self.path}: not a kvtier store (no FORMAT file) and not empty; "
                 "name an empty or a new directory"
             )
-        lock = self._keep(
-            fs.open_file(self.root, "LOCK", write=True, create="LOCK" not in names)
-        )
+        lock = self._keep(fs.open_file(self.root, "LOCK", write=True, create="LOCK" not in names))
         if not fs.lock(lock):
             raise StoreLocked(f"{self.path}: another writer holds this store; one at a time")
         if "FORMAT" not in names:
@@ -100,7 +98,7 @@ class StoreDirectory:
         self._replace(self.specs, name, spec.to_bytes())
 
     def read_specs(self) -> dict[bytes, KVSpec]:
-        """Return every spec that this directory has held, by namespace; unreadable ones are left out."""
+        """Return every readable spec that this directory has held, by namespace."""
         found = {}
         for name in self._fs.names(self.specs):
             if not name.endswith(".msgpack"):

@@ -26,8 +26,11 @@ class FoundSegment:
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """``keep`` is the index's content from now on; ``remove`` are entries to take out of it, each
-    with the reason; ``unlink`` are segments that hold nothing."""
+    """What to change so that index and segments agree.
+
+    ``keep`` is the index's content from now on; ``remove`` are entries to take out of it, each with
+    the reason; ``unlink`` are segments that hold nothing.
+    """
 
     keep: tuple[Entry, ...]
     remove: tuple[tuple[BlockId, str], ...]

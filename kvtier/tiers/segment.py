@@ -64,7 +64,7 @@ def encode_segment(header: SegmentHeader) -> bytes:
     return bytes(page)
 
 
-def decode_segment(page: bytes | memoryview) -> SegmentHeader:
+def decode_segment(page: bytes | bytearray) -> SegmentHeader:
     """Decode a segment's first page; ``FormatError`` says what is wrong with it."""
     data = bytearray(page)
     if len(data) != PAGE_BYTES:
@@ -137,7 +137,7 @@ def encode_header(record: Record, digests: Sequence[int]) -> bytes:
     return bytes(page)
 
 
-def decode_header(data: bytes | memoryview) -> tuple[Record, list[int]]:
+def decode_header(data: bytes | bytearray) -> tuple[Record, list[int]]:
     """Decode a whole header into the record and its parts' checksums.
 
     Everything is verified (checksum, sizes, padding) before a number is used; ``FormatError`` says

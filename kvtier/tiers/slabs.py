@@ -1,4 +1,4 @@
-"""The books of the SSD tier's slots: which are free, which are live, and how much disk they take."""
+"""The books of the SSD tier's slots: which are free, which are live, how much disk they take."""
 
 from __future__ import annotations
 

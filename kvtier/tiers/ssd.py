@@ -46,7 +46,7 @@ class SsdTier:
     """Blocks in the ``segments`` directory and ``index``, within ``limit_bytes`` on disk.
 
     Opening recovers: what is in doubt is dropped, segments that hold nothing are unlinked, and a
-    store over its limit gives up whole segments until it fits. ``entries`` then lists what is there.
+    store over its limit gives up whole segments until it fits. ``entries`` lists what is there.
     """
 
     def __init__(
@@ -231,9 +231,7 @@ class SsdTier:
         try:
             if new:
                 self._create(where.segment)
-            fd = self._fs.open_file(
-                self._directory, _name(where.segment), write=True, create=False
-            )
+            fd = self._fs.open_file(self._directory, _name(where.segment), write=True, create=False)
             try:
                 self._fs.write(fd, [memoryview(header), payload], _offset(where))
             finally:
@@ -335,7 +333,7 @@ class SsdTier:
         return ReadResult.OK if _verify(block, header, into) else ReadResult.GONE
 
     def drop(self, ids: Sequence[BlockId], locations: Sequence[Location]) -> None:
-        """Take blocks out of the index, durably, then free their slots; ``OSError`` if it failed."""
+        """Take blocks out of the index, durably, then free their slots; or raise ``OSError``."""
         self._index.commit((), ids)
         for block, where in zip(ids, locations, strict=True):
             self._slabs.empty(block, where)
