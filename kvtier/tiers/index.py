@@ -6,8 +6,10 @@ values are fixed structs (FORMAT.md). One write transaction per commit, synced b
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -15,14 +17,18 @@ import lmdb
 
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location
+from kvtier.tiers.fs import DISK_UNIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = ["Entry", "Index", "LmdbIndex"]
 
+log = logging.getLogger(__name__)
+
 _VALUE: Final = struct.Struct("<HHHHQQIQQQQiIQ32s32s")
 _VERSION: Final = 1
+_FILES: Final = ("data.mdb", "lock.mdb")
 _KEY_BYTES: Final = 64
 INDEX_COMMIT_BYTES_MAX: Final = 1 << 20
 """What one commit may add to the index file before the tier looks at its size again."""
@@ -56,6 +62,9 @@ class Index(Protocol):
     def commit(self, put: Iterable[Entry], remove: Iterable[BlockId]) -> None:
         """Apply removals and additions in one durable transaction; ``OSError`` if it did not."""
 
+    def reset(self) -> None:
+        """Start over empty, because what is there cannot be read."""
+
     def disk_bytes(self) -> int:
         """Return what the index occupies on disk."""
 
@@ -64,18 +73,38 @@ class Index(Protocol):
 
 
 class LmdbIndex:
-    """LMDB in ``path``, growing up to ``bytes_max`` of address space."""
+    """LMDB in ``path``, growing up to ``bytes_max`` of address space.
+
+    An index that cannot be opened or read is not an error of the store: ``entries`` raises
+    ``FormatError``, and after ``reset`` it is rebuilt from the records' headers.
+    """
 
     def __init__(self, path: str, bytes_max: int) -> None:
         self._path = path
+        self._bytes_max = bytes_max
+        self._env: lmdb.Environment | None = None
+        os.makedirs(path, mode=0o700, exist_ok=True)
         try:
-            os.makedirs(path, mode=0o700, exist_ok=True)
-            self._env = lmdb.open(path, map_size=bytes_max, mode=0o600, max_dbs=0, readahead=False)
-        except lmdb.Error as error:
-            raise FormatError(f"{path}: the index cannot be opened: {error}") from error
+            self._env = self._open()
+        except (lmdb.Error, FormatError) as error:
+            log.warning("%s: the index cannot be opened: %s", path, error)
+
+    def _open(self) -> lmdb.Environment:
+        env = lmdb.open(
+            self._path, map_size=self._bytes_max, mode=0o600, max_dbs=0, readahead=False
+        )
+        # A file shorter than its last page would be a SIGBUS later, not an error.
+        wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        size = os.stat(f"{self._path}/data.mdb").st_size
+        if size and size < wanted:
+            env.close()
+            raise FormatError(f"data.mdb has {size} of {wanted} bytes")
+        return env
 
     def entries(self) -> Iterator[Entry]:
         """Walk all entries; ``FormatError`` if the index cannot be read."""
+        if self._env is None:
+            raise FormatError(f"{self._path}: the index cannot be opened")
         try:
             with self._env.begin(buffers=False) as transaction:
                 for key, value in transaction.cursor():
@@ -83,8 +112,18 @@ class LmdbIndex:
         except (lmdb.Error, struct.error, ValueError) as error:
             raise FormatError(f"{self._path}: the index cannot be read: {error}") from error
 
+    def reset(self) -> None:
+        """Start over empty, because what is there cannot be read."""
+        self.close()
+        for name in _FILES:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._path}/{name}")
+        self._env = self._open()
+
     def commit(self, put: Iterable[Entry], remove: Iterable[BlockId]) -> None:
         """Apply removals and additions in one durable transaction; ``OSError`` if it did not."""
+        if self._env is None:
+            raise OSError(f"{self._path}: the index is closed")
         try:
             with self._env.begin(write=True) as transaction:
                 for block in remove:
@@ -97,16 +136,16 @@ class LmdbIndex:
     def disk_bytes(self) -> int:
         """Return what the index occupies on disk."""
         total = 0
-        for name in ("data.mdb", "lock.mdb"):
-            try:
-                total += os.stat(os.path.join(self._path, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
+        for name in _FILES:
+            with suppress(FileNotFoundError):
+                total += os.stat(f"{self._path}/{name}").st_blocks * DISK_UNIT
         return total
 
     def close(self) -> None:
         """Close the index; idempotent."""
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
 def _encode(entry: Entry) -> bytes:

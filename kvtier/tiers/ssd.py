@@ -80,8 +80,11 @@ class SsdTier:
     def _recover(self, found: dict[int, FoundSegment]) -> tuple[Entry, ...]:
         try:
             entries = tuple(self._index.entries())
-        except FormatError:
-            log.exception("the index is unreadable; it is rebuilt from the records' headers")
+        except FormatError as error:
+            log.warning("%s; it is rebuilt from the records' headers", error)
+            self._index.reset()
+            entries = ()
+        if found and not entries:
             entries = tuple(self._scan(found))
             self._index.commit(entries, ())
         repairs = plan_repairs(entries, found)

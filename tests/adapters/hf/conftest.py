@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import transformers
-from transformers import logging
+from transformers import DynamicCache, logging
+
+import kvtier_hf
+from kvtier_hf import cache as cache_module
+from kvtier_hf.forward import Body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from transformers import PreTrainedModel
+
+    import kvtier
 
 SIZES = {
     "vocab_size": 500,
@@ -145,3 +153,73 @@ def make_prompt() -> Callable[..., torch.Tensor]:
         return torch.randint(0, SIZES["vocab_size"], (1, tokens), generator=generator)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill every new cache with NaN, so that a slot that nobody wrote cannot pass for KV."""
+    make = cache_module._PreallocatedLayer.__init__
+
+    def poisoned(self: object, *args: object, **kwargs: object) -> None:
+        make(self, *args, **kwargs)
+        for buffer in self.buffers:
+            buffer.fill_(float("nan"))
+
+    monkeypatch.setattr(cache_module._PreallocatedLayer, "__init__", poisoned)
+
+
+@pytest.fixture
+def open_kv(tmp_path: Path) -> Iterator[Callable[..., kvtier_hf.Adapter]]:
+    """Open a store under a model for the test's duration; its books are checked at the end."""
+    with contextlib.ExitStack() as scope:
+
+        def open_adapter(model: PreTrainedModel, **settings: object) -> kvtier_hf.Adapter:
+            own = {"host_bytes": 0, "ssd_bytes": "1GiB", "block_tokens": 64, "calibrate": False}
+            path = tmp_path / str(settings.pop("path", "store"))
+            adapter = scope.enter_context(kvtier_hf.open(model, path, **{**own, **settings}))
+            scope.callback(lambda: check(adapter.store))
+            return adapter
+
+        def check(store: kvtier.Store) -> None:
+            store.flush(30)
+            assert store.check() == []
+
+        yield open_adapter
+
+
+@pytest.fixture(scope="session")
+def logits_of() -> Callable[..., torch.Tensor]:
+    """First-token logits [vocab]: by an adapter's cache, or by the same chunks without a store."""
+
+    def logits(
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        cache: object = None,
+        block_tokens: int = 64,
+    ) -> torch.Tensor:
+        body = Body.of(model)
+        with torch.no_grad():
+            if cache is None:
+                cache = DynamicCache(config=model.config)
+                for start in range(0, ids.shape[1] // block_tokens * block_tokens, block_tokens):
+                    body.run(ids[0, start : start + block_tokens], cache)
+                if cache.get_seq_length() == ids.shape[1]:
+                    cache.crop(-1)
+            rest = ids[:, cache.get_seq_length() :]
+            output = model(rest, **{body.cache_name: cache})
+        return output.logits[0, -1]
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[..., torch.Tensor]:
+    """Greedy tokens of a plain ``generate``, or of one over an adapter's cache."""
+
+    def generate(
+        model: PreTrainedModel, ids: torch.Tensor, cache: object = None, tokens: int = 12
+    ) -> torch.Tensor:
+        given = {} if cache is None else {Body.of(model).cache_name: cache}
+        return model.generate(ids, max_new_tokens=tokens, do_sample=False, **given)
+
+    return generate
