@@ -176,42 +176,47 @@ class Profiler:
             mean = 1 / ((1 - weight) / old.bytes_per_s + weight * busy_s / nbytes)
             self._links[tier] = LinkCost(mean, 0.0, old.samples + 1)
 
-    def to_record(self) -> dict[str, Any]:
-        """Return plain numbers for the store's cost file."""
+    def to_record(self) -> dict[str, dict[str, Any]]:
+        """Return plain numbers for a file, compute and links apart."""
         with self._lock:
-            return self._record()
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "theta": self._fit.theta.tolist(),
-            "covariance": self._fit.covariance.ravel().tolist(),
-            "samples": self._fit.samples,
-            "links": {
-                str(tier): [link.bytes_per_s, link.latency_s, link.samples]
-                for tier, link in self._links.items()
-            },
-        }
+            return {
+                "compute": {
+                    "theta": self._fit.theta.tolist(),
+                    "covariance": self._fit.covariance.ravel().tolist(),
+                    "samples": self._fit.samples,
+                },
+                "links": {
+                    str(tier): [link.bytes_per_s, link.latency_s, link.samples]
+                    for tier, link in self._links.items()
+                },
+            }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Profiler:
-        """Decode ``to_record``; ``ValueError`` on anything else."""
+        """Decode ``to_record``, of which either half may be missing; ``ValueError`` otherwise."""
         profiler = cls()
         try:
-            theta = np.array(record["theta"], dtype=np.float64).reshape(3)
-            covariance = np.array(record["covariance"], dtype=np.float64).reshape(3, 3)
-            links = {
-                Tier(name): LinkCost(float(rate), float(latency), int(samples))
-                for name, (rate, latency, samples) in record["links"].items()
-            }
-            samples = int(record["samples"])
-        except (KeyError, TypeError, ValueError) as error:
+            if record.get("compute"):
+                profiler._fit = _fit(record["compute"])
+            if record.get("links"):
+                links = record["links"].items()
+                profiler._links |= {Tier(name): _link(*numbers) for name, numbers in links}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a cost record: {error!r}") from error
-        sound = np.isfinite(theta).all() and np.isfinite(covariance).all() and samples >= 0
-        if not sound or any(
-            not (0 < link.bytes_per_s < np.inf and 0 <= link.latency_s < np.inf)
-            for link in links.values()
-        ):
-            raise ValueError("not a cost record: numbers out of range")
-        profiler._fit = _Fit(theta, covariance, samples)
-        profiler._links.update(links)
         return profiler
+
+
+def _fit(record: Mapping[str, Any]) -> _Fit:
+    theta = np.array(record["theta"], dtype=np.float64).reshape(3)
+    covariance = np.array(record["covariance"], dtype=np.float64).reshape(3, 3)
+    samples = int(record["samples"])
+    if not (np.isfinite(theta).all() and np.isfinite(covariance).all() and samples >= 0):
+        raise ValueError("numbers out of range")
+    return _Fit(theta, covariance, samples)
+
+
+def _link(bytes_per_s: float, latency_s: float, samples: int) -> LinkCost:
+    link = LinkCost(float(bytes_per_s), float(latency_s), int(samples))
+    if not (0 < link.bytes_per_s < np.inf and 0 <= link.latency_s < np.inf and link.samples >= 0):
+        raise ValueError("numbers out of range")
+    return link

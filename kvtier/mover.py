@@ -38,6 +38,10 @@ JOIN_S_MAX: Final = 30.0
 """How long ``close`` waits for a lane that is inside a copy or a disk operation."""
 
 
+class _NoSlot(Exception):
+    """No host slot became free in time: the rest of a put is dropped, not waited for in turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class PutBlock:
     """One block of a put: its place in the prompt, its catalog row, and its record."""
@@ -257,13 +261,12 @@ class Mover:
             job.after.synchronize()
         failure: Exception | None = None
         for block in job.blocks:
-            if failure is None:
-                failure = self._copy(job, block)
-            else:
+            failure = failure or self._copy(job, block)
+            if failure is not None:
+                if not isinstance(failure, _NoSlot):
+                    job.transfer.fail(failure)
                 self._catalog.end(block.row, Tier.HOST, "abort")
                 self._settle(job, stored=False)
-        if failure is not None:
-            job.transfer.fail(failure)
         job.transfer.released.set()
         with self._work:
             self._puts.popleft()
@@ -273,15 +276,11 @@ class Mover:
         """Bring one block into host memory and queue its write; returns what went wrong."""
         slot = self.take_slot()
         if slot is None:
-            self._catalog.end(block.row, Tier.HOST, "abort")
-            self._settle(job, stored=False)
-            return None
+            return _NoSlot()
         try:
             read_block(job.slots, block.position, self._host.buffer(slot))
         except Exception as error:  # noqa: BLE001 - the engine's tensors are not ours to trust
             self.free_slot(slot)
-            self._catalog.end(block.row, Tier.HOST, "abort")
-            self._settle(job, stored=False)
             return error
         self._host.label(slot, block.record.id)
         self._catalog.commit(block.row, Tier.HOST, Location(0, slot, 0), pinned=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiofiles.os import wrap
 
 from kvtier.catalog import CopyState
-from kvtier.errors import SpecMismatch, TransferFailed
+from kvtier.errors import StoreClosed, TransferFailed
 from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, ReadResult
 from kvtier.tiers.device import write_block
@@ -101,8 +101,10 @@ class Prefetcher:
         self._read_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-read")
         self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
         self._load_block = wrap(mover.load)
-        self._write_block = wrap(self._into_slot)
+        self._write_block = wrap(write_block)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._gate = threading.Lock()
+        self._closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvtier-loop", daemon=True)
         self._thread.start()
@@ -111,36 +113,45 @@ class Prefetcher:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _submit(self, work: Coroutine[Any, Any, None]) -> None:
+    def _submit(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Start work on the loop; False if it is closing."""
+
         def start() -> None:
-            task = self._loop.create_task(work)
+            task = self._loop.create_task(work())
             self._tasks.add(task)
             task.add_done_callback(self._finished)
 
-        self._loop.call_soon_threadsafe(start)
+        with self._gate:
+            if not self._closing:
+                self._loop.call_soon_threadsafe(start)
+            return not self._closing
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, SpecMismatch):
+        if error is not None:
             self._failed(error)
 
     # -- what others call, from any thread
 
     def load(self, ticket: LoadTicket) -> None:
         """Start bringing a block into an engine slot."""
-        self._submit(self._load(ticket))
+        if not self._submit(lambda: self._load(ticket)) and ticket.claim():
+            ticket.done(ticket.position, TransferFailed("the store is closing"))
 
     def prefetch(self, blocks: Sequence[BlockId]) -> Transfer[int]:
         """Start promoting blocks to host memory; the result counts those that are there then."""
         transfer: Transfer[int] = Transfer()
-        self._submit(self._prefetch(blocks, transfer))
+        if not self._submit(lambda: self._prefetch(blocks, transfer)):
+            transfer.fail(StoreClosed("the store is closing"))
         return transfer
 
     def close(self) -> None:
         """Let what has begun end, stop the loop and the lanes; idempotent."""
-        if self._loop.is_closed():
-            return
+        with self._gate:
+            if self._closing:
+                return
+            self._closing = True
         drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         try:
             drained.result(JOIN_S_MAX)
@@ -154,8 +165,8 @@ class Prefetcher:
 
     async def _drain(self) -> None:
         mine = asyncio.current_task()
-        waiting = [task for task in asyncio.all_tasks() if task is not mine]
-        await asyncio.gather(*waiting, return_exceptions=True)
+        while waiting := asyncio.all_tasks() - {mine}:
+            await asyncio.wait(waiting)
 
     # -- on the loop
 
@@ -172,11 +183,10 @@ class Prefetcher:
                     await self._throttle(Tier.HOST)
                 claimed = ticket.claim()
                 if claimed:
-                    await self._write_block(ticket, row, executor=self._copy_lane)
-                    error = None
+                    error = await self._into_slot(ticket, row)
             finally:
                 self._mover.unpin_host(row)
-            if claimed:
+            if error is None:
                 self._observe(ticket.tier, submitted)
         except BaseException as failure:
             error = failure
@@ -186,8 +196,16 @@ class Prefetcher:
             if claimed or ticket.claim():
                 ticket.done(ticket.position, error)
 
-    def _into_slot(self, ticket: LoadTicket, row: int) -> None:
-        write_block(ticket.slots, ticket.position, self._mover.payload(row))
+    async def _into_slot(self, ticket: LoadTicket, row: int) -> Exception | None:
+        """Copy a pinned host copy into its slot; returns what the engine's slots raised."""
+        payload = self._mover.payload(row)
+        try:
+            await self._write_block(
+                ticket.slots, ticket.position, payload, executor=self._copy_lane
+            )
+        except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
+            return error
+        return None
 
     def _observe(self, tier: Tier, submitted: float) -> None:
         now = self._loop.time()

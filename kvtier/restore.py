@@ -13,7 +13,6 @@ from kvtier.executor import (
     Action,
     Asked,
     Begin,
-    BlockState,
     CancelLoad,
     Computed,
     Event,
@@ -145,7 +144,8 @@ class RestoreSession:
     ) -> None:
         try:
             with self._changed:
-                self._cancel(list(self._tickets))
+                if not self._state.finished:
+                    self._post(Expired(self._clock()))  # cancels what loads and starts no more
                 self._await_copies()
         finally:
             self._scope.close()
@@ -249,17 +249,15 @@ class RestoreSession:
                     self._tickets[block] = ticket
                     self._prefetcher.load(ticket)
                 case CancelLoad(block):
-                    self._cancel([block])
+                    self._cancel(block)
                 case StartStep():
                     pass  # it waits in the state until the compute side takes it
 
-    def _cancel(self, blocks: list[int]) -> None:
-        for block in blocks:
-            ticket = self._tickets.get(block)
-            if ticket is not None and ticket.claim():
-                del self._tickets[block]
-                if self._state.blocks[block] in (BlockState.LOADING, BlockState.LEAVING):
-                    self._post(NotLoaded(block, self._clock()))
+    def _cancel(self, block: int) -> None:
+        ticket = self._tickets.get(block)
+        if ticket is not None and ticket.claim():
+            del self._tickets[block]
+            self._post(NotLoaded(block, self._clock()))
 
     def _await_copies(self) -> None:
         """Wait until no copy that has begun writes into the slots any more."""

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import msgpack
-
 from kvtier import planner
+from kvtier.calibration import CostBook
 from kvtier.catalog import Catalog, CopyState
 from kvtier.config import ByteSize, StoreConfig, parse_bytes
-from kvtier.cost import CostModel, Profiler
-from kvtier.errors import FormatError, SpecMismatch, StoreClosed, StoreFailed, TransferFailed
+from kvtier.errors import SpecMismatch, StoreClosed, StoreFailed, TransferFailed
 from kvtier.identity import BlockKeys, Extra, KVSpec
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover, PutBlock, PutJob
-from kvtier.plan import Residency, RestorePlan, Step, Tier, Times
+from kvtier.plan import Residency, RestorePlan, Step, Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
 from kvtier.restore import RestoreSession
 from kvtier.tiers.base import BlockId, Record
-from kvtier.tiers.device import TensorSlots
+from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from kvtier.cost import CostModel
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.throttle import LinkThrottle
@@ -48,7 +46,6 @@ __all__ = ["Store", "open_store"]
 log = logging.getLogger(__name__)
 
 CALIBRATION_BLOCKS: Final = 2
-COST_RECORDS_MAX: Final = 64
 PAGE: Final = 4096
 
 
@@ -137,9 +134,8 @@ class Store:
         self._host = HostTier(
             block_bytes, host_blocks + config.staging_blocks_max, config.host_bytes
         )
-        self._costs_key = _costs_key(self._namespace, device, links)
-        self._cost_records = self._read_costs()
-        self._profiler = self._known_profiler()
+        self._cost_book = CostBook(self._directory, self._namespace, device, links)
+        self._profiler = self._cost_book.read()
         self._mover = Mover(
             self._catalog, self._host, self._ssd, config, self._metrics,
             host_blocks_max=host_blocks, failed=self._fail,
@@ -195,7 +191,7 @@ class Store:
         self._check_open()
         if plan.namespace != self._namespace:
             raise SpecMismatch("the plan was made for another spec than this store's")
-        self._check_slots(into)
+        check_slots(into, self._layout)
         return RestoreSession(
             plan,
             into,
@@ -226,7 +222,7 @@ class Store:
         self._check_open()
         if keys.namespace != self._namespace:
             raise SpecMismatch("the keys were made for another spec than this store's")
-        self._check_slots(source)
+        check_slots(source, self._layout)
         wanted = range(len(keys)) if blocks is None else blocks
         if wanted and not 0 <= min(wanted) <= max(wanted) < len(keys):
             raise ValueError(f"blocks: {wanted} is not within the prompt's {len(keys)} full blocks")
@@ -299,16 +295,13 @@ class Store:
         hashes = tuple(self._catalog.blocks(self._namespace, tier, CALIBRATION_BLOCKS))
         if not hashes:
             return
-        blocks = tuple(range(len(hashes)))
-        plan = RestorePlan(
-            namespace=self._namespace, hashes=hashes, tiers=(tier,) * len(hashes),
-            block_tokens=self.spec.block_tokens, block_bytes=self._layout.block_bytes,
-            resident=0, recompute=(), load=blocks, step_blocks_max=1, adaptive=False,
-            predicted=Times(0.0, 0.0, 0.0), reason="calibration",
-        )  # fmt: skip
-        with self.restore(plan, TensorSlots.empty(self.spec, len(hashes))) as session:
-            while session.next_step() is not None:
-                break  # a load failed: there is nothing to recompute it with, and no need
+        # Which blocks does not matter, so they need no prompt: keys with hashes and nothing else.
+        keys = BlockKeys(self._namespace, self.spec.block_tokens, b"", b"", hashes, b"")
+        residency = Residency(keys, (tier,) * len(hashes), self._layout.block_bytes)
+        slots = TensorSlots.empty(self.spec, len(hashes))
+        with self.restore(self.plan(residency, way="load"), slots) as session:
+            # A step would mean that a load failed: nothing is learned, and nothing is lost.
+            session.next_step()
 
     @property
     def costs(self) -> CostModel:
@@ -345,7 +338,7 @@ class Store:
                 log.warning("%s: closed with %d blocks not written", self.path, left)
         self._prefetcher.close()
         self._mover.close()
-        self._write_costs()
+        self._cost_book.write(self._profiler)
         self._ssd.close()
         self._host.close()
         self._directory.close()
@@ -396,15 +389,6 @@ class Store:
             created_ns=now_ns,
         )
 
-    def _check_slots(self, slots: KVSlots) -> None:
-        if slots.layout != self._layout:
-            raise SpecMismatch(
-                f"the slots hold {slots.layout.block_bytes}-byte blocks of {slots.layout.dtype}, "
-                f"the store {self._layout.block_bytes}-byte blocks of {self._layout.dtype}"
-                if slots.layout.block_bytes != self._layout.block_bytes
-                else "the slots' layout differs from the store's"
-            )
-
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise StoreClosed(f"{self.path}: this is a forked child; open a store of its own")
@@ -418,33 +402,3 @@ class Store:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-
-    def _read_costs(self) -> dict[str, Any]:
-        data = self._directory.read_costs()
-        try:
-            records = msgpack.unpackb(data) if data else {}
-        except (ValueError, msgpack.UnpackException):
-            records = {}
-        return records if isinstance(records, dict) else {}
-
-    def _known_profiler(self) -> Profiler:
-        record = self._cost_records.get(self._costs_key)
-        try:
-            return Profiler.from_record(record) if record else Profiler()
-        except ValueError as error:
-            log.warning("%s: costs.msgpack: %s; starting afresh", self.path, error)
-            return Profiler()
-
-    def _write_costs(self) -> None:
-        records = {k: v for k, v in self._cost_records.items() if k != self._costs_key}
-        kept = dict(list(records.items())[-(COST_RECORDS_MAX - 1) :])
-        kept[self._costs_key] = self._profiler.to_record()
-        try:
-            self._directory.write_costs(msgpack.packb(kept))
-        except (OSError, FormatError) as error:
-            log.warning("%s: costs.msgpack could not be written: %s", self.path, error)
-
-
-def _costs_key(namespace: bytes, device: str, links: Mapping[Tier, LinkThrottle]) -> str:
-    throttled = ",".join(f"{tier}={link!r}" for tier, link in sorted(links.items()))
-    return f"{namespace.hex()}|{device}|{platform.node()}|{throttled}"

@@ -22,7 +22,7 @@ LAYERS = (
     {"config", "identity", "layout", "plan"},
     {"cost", "executor", "planner", "policy", "profiles", "simulator"},
     {"tiers"},
-    {"catalog", "mover", "prefetcher", "restore", "transfer"},
+    {"calibration", "catalog", "mover", "prefetcher", "restore", "transfer"},
     {"store"},
     {"__init__"},
 )

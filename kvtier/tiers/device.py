@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtier.identity import KVSpec
     from kvtier.layout import BlockLayout
 
-__all__ = ["KVSlots", "TensorSlots", "read_block", "write_block"]
+__all__ = ["KVSlots", "TensorSlots", "check_slots", "read_block", "write_block"]
 
 
 class KVSlots(Protocol):
@@ -89,6 +89,16 @@ class TensorSlots:
         if not 0 <= block < self._tensors[0].shape[self._axis] // tokens:
             raise SpecMismatch(f"block {block} lies beyond the slots' tensors")
         return [t.narrow(self._axis, block * tokens, tokens) for t in self._tensors]
+
+
+def check_slots(slots: KVSlots, layout: BlockLayout) -> None:
+    """Raise ``SpecMismatch`` if ``slots`` do not hold blocks of ``layout``."""
+    if slots.layout != layout:
+        raise SpecMismatch(
+            f"the slots hold blocks of {slots.layout.block_bytes} bytes ({slots.layout.dtype}, "
+            f"{slots.layout.order}), the store's have {layout.block_bytes} ({layout.dtype}, "
+            f"{layout.order})"
+        )
 
 
 def read_block(slots: KVSlots, block: int, into: memoryview) -> None:

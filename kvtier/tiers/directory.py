@@ -20,8 +20,8 @@ _FORMAT_LINE: Final = re.compile(rb"kvtier store, format (\d{1,9})\n")
 _FORMAT_BYTES_MAX: Final = 64
 COSTS_BYTES_MAX: Final = 1 << 20
 _TEMPORARY: Final = ".new"
-# What a process that died while it made a new store may leave behind.
-_BEFORE_FORMAT: Final = frozenset({"LOCK", "FORMAT.new"})
+# What a process that died while it made a new store may leave behind, or a new file system has.
+_BEFORE_FORMAT: Final = frozenset({"LOCK", "FORMAT.new", "lost+found"})
 
 
 class StoreDirectory:
