@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Final
 
 __all__ = ["ByteSize", "StoreConfig", "parse_bytes"]
@@ -16,6 +18,7 @@ _UNITS: Final = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }  # fmt: skip
+BYTES_MAX: Final = 1 << 62
 POLICIES: Final = ("lru",)
 
 
@@ -28,13 +31,13 @@ def parse_bytes(name: str, value: ByteSize) -> int:
     if isinstance(value, int):
         size = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", value)
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ValueError(f"{name}: {value!r} is not a size like '8GiB' or '500MB'")
-        size = int(float(match[1]) * unit)
-    if size < 0:
-        raise ValueError(f"{name}: {size} is negative")
+        size = int(Decimal(match[1]) * unit)
+    if not 0 <= size <= BYTES_MAX:
+        raise ValueError(f"{name}: {size} is not in [0, {BYTES_MAX}]")
     return size
 
 
@@ -67,18 +70,18 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        for name in (
-            "staging_blocks_max",
-            "loads_inflight_max",
-            "write_batch_blocks_max",
-            "write_queue_blocks_max",
-            "segment_bytes_max",
-            "index_bytes_max",
-            "slot_wait_s_max",
-            "close_s_max",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: {getattr(self, name)} is not positive")
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in ("host_bytes", "ssd_bytes"):
+                if type(value) is not int or not 0 <= value <= BYTES_MAX:
+                    raise ValueError(f"{name}: {value!r} is not an int in [0, {BYTES_MAX}]")
+            elif name.endswith("_s_max"):
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise ValueError(f"{name}: {value!r} is not a number of seconds")
+                if not (value > 0 and math.isfinite(value)):
+                    raise ValueError(f"{name}: {value!r} is not positive and finite")
+            elif name.endswith("_max") and (type(value) is not int or value <= 0):
+                raise ValueError(f"{name}: {value!r} is not a positive int")
         if self.staging_blocks_max <= self.loads_inflight_max:
             raise ValueError(
                 f"staging_blocks_max: {self.staging_blocks_max} must exceed "

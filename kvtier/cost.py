@@ -30,9 +30,11 @@ NOISE: Final = 0.05  # relative spread of a step's time that the fit takes for g
 OUTLIER_RATIO: Final = 3.0  # a step this far off its prediction counts a tenth
 OUTLIER_WEIGHT: Final = 0.1
 CALIBRATED_SAMPLES: Final = 2
-FORGETTING: Final = 0.98
+DRIFT: Final = np.array([0.005, 0.01, 0.005])  # of each term per step, relative to the largest
+THETA_MAX: Final = 1e6  # seconds; a record with more is not one of ours
 EWMA_WEIGHT: Final = 0.3
 SECONDS_MIN: Final = 1e-9
+SAMPLES_MAX: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +125,25 @@ class _Fit:
             1 / OUTLIER_RATIO < seconds / max(predicted, SECONDS_MIN) < OUTLIER_RATIO
         ):
             weight = OUTLIER_WEIGHT
-        noise = (NOISE * seconds) ** 2 / weight
+        # The larger of both, or one step that was far too fast would count as very exact.
+        noise = (NOISE * max(seconds, predicted)) ** 2 / weight
         spread = self.covariance @ x
         gain = spread / (noise + float(x @ spread))
         self.theta = self.theta + gain * (seconds - predicted)
-        # Forgetting must not let the covariance of a direction that is never seen grow for ever.
-        shrunk = self.covariance - np.outer(gain, spread)
-        bound = (np.abs(self.theta).max() + SECONDS_MIN) ** 2
-        self.covariance = np.clip(shrunk / FORGETTING, -bound, bound)
+        self.covariance = self._drifted(self.covariance - np.outer(gain, spread))
         self.samples += 1
+
+    def _drifted(self, covariance: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Let the terms drift a little with every step, so that a lasting change is learned.
+
+        Scaling by a diagonal from both sides bounds what is never seen and keeps the matrix a
+        covariance, which clipping its entries would not.
+        """
+        bound = (float(np.abs(self.theta).max()) + SECONDS_MIN) ** 2
+        drifted = covariance + np.diag(DRIFT**2) * bound
+        scale = np.minimum(1.0, np.sqrt(bound / np.maximum(np.diag(drifted), SECONDS_MIN**2)))
+        bounded: np.ndarray[Any, Any] = drifted * np.outer(scale, scale)
+        return (bounded + bounded.T) / 2
 
     def cost(self) -> ComputeCost:
         # Recompute cost rises with position: a fit that says otherwise is noise, cut off at zero.
@@ -160,13 +172,13 @@ class Profiler:
 
     def computed(self, start: int, tokens: int, seconds: float) -> None:
         """Learn from one step over positions [start, start + tokens) that took ``seconds``."""
-        if tokens > 0 and seconds > 0:
+        if tokens > 0 and 0 < seconds < np.inf:
             with self._lock:
                 self._fit.add(start, tokens, seconds)
 
     def loaded(self, tier: Tier, nbytes: int, busy_s: float) -> None:
         """Learn from one load of ``nbytes`` that kept its link busy for ``busy_s``."""
-        if nbytes <= 0 or busy_s <= 0:
+        if not (nbytes > 0 and 0 < busy_s < np.inf):
             return
         with self._lock:
             old = self._links[tier]
@@ -201,7 +213,7 @@ class Profiler:
             if record.get("links"):
                 links = record["links"].items()
                 profiler._links |= {Tier(name): _link(*numbers) for name, numbers in links}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a cost record: {error!r}") from error
         return profiler
 
@@ -210,8 +222,13 @@ def _fit(record: Mapping[str, Any]) -> _Fit:
     theta = np.array(record["theta"], dtype=np.float64).reshape(3)
     covariance = np.array(record["covariance"], dtype=np.float64).reshape(3, 3)
     samples = int(record["samples"])
-    if not (np.isfinite(theta).all() and np.isfinite(covariance).all() and samples >= 0):
+    finite = np.isfinite(theta).all() and np.isfinite(covariance).all()
+    if not (finite and 0 <= samples < SAMPLES_MAX and np.abs(theta).max() <= THETA_MAX):
         raise ValueError("numbers out of range")
+    spread = np.linalg.eigvalsh(covariance)
+    symmetric = np.allclose(covariance, covariance.T, rtol=1e-6, atol=0)
+    if not symmetric or spread.max() > THETA_MAX**2 or spread.min() < -1e-9 * spread.max():
+        raise ValueError("not a covariance")
     return _Fit(theta, covariance, samples)
 
 

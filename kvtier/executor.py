@@ -239,6 +239,8 @@ class _Machine:
         return state, tuple(self.actions)
 
     def move(self, block: int, what: str) -> None:
+        if not 0 <= block < len(self.blocks):
+            raise ValueError(f"block {block} is not in [0, {len(self.blocks)})")
         now = BlockState(self.blocks[block])
         after = _MOVES.get((now, what))
         if after is None:
@@ -341,8 +343,10 @@ class _Machine:
         for tier in (Tier.HOST, Tier.SSD):
             mine = np.array([plan.tiers[b] is tier for b in loadable], dtype=np.float64)
             left = np.concatenate((mine[::-1].cumsum()[::-1], [0.0]))
-            free = max(self.link_free.get(tier, now), now)
-            finish = np.maximum(finish, np.where(left > 0, free + left * self._load_s(tier), 0.0))
+            free, each = self.link_free.get(tier, now), self._load_s(tier)
+            if now > free and self._inflight(tier):
+                each += now - free  # late already: what is under way takes at least that long
+            finish = np.maximum(finish, np.where(left > 0, max(free, now) + left * each, 0.0))
         share = int(np.argmin(finish))
         gain = (finish[0] - finish[share]) / max(finish[0] - now, 1e-9)
         return share if gain >= GAIN_MIN else 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from kvtier.errors import FormatError
+from kvtier.fields import Extra, Scalar, check_count, check_label, extra_items, part_shapes, rope
 from kvtier.layout import DTYPE_BYTES, LAYOUTS, BlockLayout, PartShape
 from kvtier.tokens import TokenIds, token_bytes
 
@@ -34,15 +35,8 @@ BLOCK_TOKENS: Final = 256
 HASH_BYTES: Final = 32
 SPEC_VERSION: Final = 1
 SPEC_BYTES_MAX: Final = 1 << 20
-LABEL_BYTES_MAX: Final = 1024  # a tenant, an adapter or an extra item
-EXTRA_ITEMS_MAX: Final = 4096
 LAYERS_MAX: Final = 4096
-TENSORS_PER_PART_MAX: Final = 4
-DIMENSION_MAX: Final = 1 << 24
 BLOCK_TOKENS_MAX: Final = 1 << 16
-
-Scalar = str | int | float | bool | None
-Extra = str | bytes | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,51 +73,40 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         for name in ("model", "weights", "quantization", "kv_scales"):
-            _label(name, getattr(self, name), empty_allowed=False)
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout: {self.layout!r} is not one of {', '.join(LAYOUTS)}")
-        if self.version != SPEC_VERSION:
-            raise ValueError(f"version: {self.version} is not {SPEC_VERSION}")
-        _count("layers", self.layers, LAYERS_MAX)
-        _count("block_tokens", self.block_tokens, BLOCK_TOKENS_MAX)
+            check_label(name, getattr(self, name), empty_allowed=False)
+        for name, allowed in (("dtype", tuple(DTYPE_BYTES)), ("layout", LAYOUTS)):
+            if getattr(self, name) not in allowed:
+                value = getattr(self, name)
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+        if type(self.version) is not int or self.version != SPEC_VERSION:
+            raise ValueError(f"version: {self.version!r} is not {SPEC_VERSION}")
+        check_count("layers", self.layers, LAYERS_MAX)
+        check_count("block_tokens", self.block_tokens, BLOCK_TOKENS_MAX)
         for axis in ("tp", "pp"):
             size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
-            _count(f"{axis}_size", size, DIMENSION_MAX)
+            check_count(f"{axis}_size", size)
             if type(rank) is not int or not 0 <= rank < size:
                 raise ValueError(f"{axis}_rank: {rank!r} is not in [0, {axis}_size={size})")
-        object.__setattr__(self, "rope", _rope(self.rope))
+        object.__setattr__(self, "rope", rope(self.rope))
         self._resolve_parts()
 
     def _resolve_parts(self) -> None:
         # Invariant after this: `parts` is the truth for every layer, and the three numbers are set
         # exactly where it has the short form, so that both spellings of one spec are equal.
         if self.parts:
-            parts = tuple(tuple((heads, width) for heads, width in part) for part in self.parts)
-            if len(parts) != self.layers:
-                raise ValueError(f"parts: {len(parts)} layers given, layers={self.layers}")
+            parts = part_shapes(self.parts, self.layers)
         else:
-            _count("kv_heads", self.kv_heads, DIMENSION_MAX)
-            _count("head_dim", self.head_dim, DIMENSION_MAX)
             width = self.v_head_dim or self.head_dim
+            names = ("kv_heads", "head_dim", "v_head_dim")
+            for name, value in zip(names, (self.kv_heads, self.head_dim, width), strict=True):
+                check_count(name, value)
             parts = (((self.kv_heads, self.head_dim), (self.kv_heads, width)),) * self.layers
-        for layer, part in enumerate(parts):
-            if not 1 <= len(part) <= TENSORS_PER_PART_MAX:
-                raise ValueError(
-                    f"parts[{layer}]: {len(part)} tensors, 1 to {TENSORS_PER_PART_MAX} allowed"
-                )
-            for heads, width in part:
-                _count(f"parts[{layer}] heads", heads, DIMENSION_MAX)
-                _count(f"parts[{layer}] width", width, DIMENSION_MAX)
         first = parts[0]
+        short = (0, 0, 0)
         match first:
-            case ((heads, k_width), (v_heads, v_width)) if heads == v_heads and set(parts) == {
-                first
-            }:
-                short = (heads, k_width, v_width)
-            case _:
-                short = (0, 0, 0)
+            case ((heads, k_width), (v_heads, v_width)):
+                if heads == v_heads and set(parts) == {first}:
+                    short = (heads, k_width, v_width)
         names = ("kv_heads", "head_dim", "v_head_dim")
         for name, value in zip(names, short, strict=True):
             given = getattr(self, name)
@@ -155,7 +138,7 @@ class KVSpec:
             if tag != "kvtier.spec" or version != SPEC_VERSION:
                 raise FormatError(f"spec of version {version!r}; this kvtier reads {SPEC_VERSION}")
             spec = cls(**{name: _tuples(value) for name, value in pairs})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"not an encoded KVSpec: {error}") from error
         if spec.to_bytes() != data:
             raise FormatError("not a canonical KVSpec encoding")
@@ -202,13 +185,9 @@ class BlockKeys:
         [1, n]. ``tenant`` separates users who must not see each other's hits, ``adapter`` names a
         LoRA by content digest, ``extra`` adds e.g. image hashes. Bad ids raise naming the index.
         """
-        items = tuple(extra)
-        if len(items) > EXTRA_ITEMS_MAX:
-            raise ValueError(f"extra: {len(items)} items, at most {EXTRA_ITEMS_MAX}")
-        for index, item in enumerate(items):
-            _extra(index, item)
-        _label("tenant", tenant)
-        _label("adapter", adapter)
+        items = extra_items(extra)
+        check_label("tenant", tenant)
+        check_label("adapter", adapter)
         root = ["kvtier.root", SPEC_VERSION, spec.model, spec.weights, tenant, adapter, items]
         empty = cls(
             namespace=spec.namespace,
@@ -275,6 +254,7 @@ class BlockKeys:
             tag, version, namespace, block_tokens, root, tenant, hashes, pending = _unpack(data)
             sound = (
                 tag == "kvtier.keys"
+                and type(version) is type(block_tokens) is int
                 and version == SPEC_VERSION
                 and all(len(digest) == HASH_BYTES for digest in (namespace, root, tenant))
                 and 0 < block_tokens <= BLOCK_TOKENS_MAX
@@ -304,49 +284,6 @@ class BlockKeys:
     def __repr__(self) -> str:
         # Token ids are prompt text: they never reach a log.
         return f"BlockKeys({len(self)} blocks, {self.num_tokens} tokens)"
-
-
-def _label(name: str, value: object, *, empty_allowed: bool = True) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: {type(value).__name__} given, a string wanted")
-    if not value and not empty_allowed:
-        raise ValueError(f"{name}: empty")
-    try:
-        size = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: not valid Unicode ({error.reason})") from None
-    if size > LABEL_BYTES_MAX:
-        raise ValueError(f"{name}: {size} bytes, at most {LABEL_BYTES_MAX}")
-
-
-def _extra(index: int, item: object) -> None:
-    if isinstance(item, bool) or not isinstance(item, (str, bytes, int)):
-        raise TypeError(f"extra[{index}]: {type(item).__name__} given; str, bytes or int wanted")
-    if isinstance(item, str):
-        _label(f"extra[{index}]", item)
-    elif isinstance(item, bytes) and len(item) > LABEL_BYTES_MAX:
-        raise ValueError(f"extra[{index}]: {len(item)} bytes, at most {LABEL_BYTES_MAX}")
-    elif isinstance(item, int) and not -(1 << 63) <= item < 1 << 64:
-        raise ValueError(f"extra[{index}]: {item} does not fit 64 bits")
-
-
-def _count(name: str, value: object, limit: int) -> None:
-    if type(value) is not int or not 1 <= value <= limit:
-        raise ValueError(f"{name}: {value!r} is not an integer from 1 to {limit}")
-
-
-def _rope(pairs: Sequence[tuple[str, Scalar]]) -> tuple[tuple[str, Scalar], ...]:
-    # Numbers become floats, so that 10000 and 10000.0 in two configs are one identity.
-    result: list[tuple[str, Scalar]] = []
-    for name, value in pairs:
-        _label("rope name", name, empty_allowed=False)
-        plain = float(value) if type(value) is int else value
-        if not (plain is None or isinstance(plain, (str, float, bool))):
-            raise TypeError(f"rope {name!r}: {type(value).__name__} given, a scalar wanted")
-        result.append((name, plain))
-    if len({name for name, _ in result}) != len(result):
-        raise ValueError("rope: a name given twice")
-    return tuple(sorted(result, key=lambda pair: pair[0]))
 
 
 def _unpack(data: bytes) -> list[Any]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import FormatError
+from kvtier.identity import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,26 +134,55 @@ class RestorePlan:
     def from_json(cls, text: str) -> RestorePlan:
         """Decode ``to_json``; anything else is ``FormatError``."""
         try:
-            value: dict[str, Any] = json.loads(text)
-            plan = cls(
-                **{
-                    **value,
-                    "namespace": bytes.fromhex(value["namespace"]),
-                    "hashes": tuple(bytes.fromhex(digest) for digest in value["hashes"]),
-                    "tiers": tuple(tier and Tier(tier) for tier in value["tiers"]),
-                    "recompute": tuple(value["recompute"]),
-                    "load": tuple(value["load"]),
-                    "predicted": Times(**value["predicted"]),
-                }
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            plan = _decode(json.loads(text))
+            _verify(plan)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FormatError(f"not a serialised RestorePlan: {error!r}") from error
-        covered = sorted([*plan.recompute, *plan.load])
-        if covered != list(range(plan.resident, len(plan.hashes))) or len(plan.tiers) != len(
-            plan.hashes
-        ):
-            raise FormatError("not a RestorePlan: recompute and load do not tile the prefix")
         return plan
+
+
+def _decode(value: dict[str, Any]) -> RestorePlan:
+    return RestorePlan(
+        **{
+            **value,
+            "namespace": bytes.fromhex(value["namespace"]),
+            "hashes": tuple(bytes.fromhex(digest) for digest in value["hashes"]),
+            "tiers": tuple(None if tier is None else Tier(tier) for tier in value["tiers"]),
+            "recompute": tuple(value["recompute"]),
+            "load": tuple(value["load"]),
+            "predicted": Times(**value["predicted"]),
+        }
+    )
+
+
+def _verify(plan: RestorePlan) -> None:
+    """Raise ``ValueError`` unless a decoded plan is one that the executor can carry out."""
+    n = len(plan.hashes)
+    for name in ("resident", "block_tokens", "block_bytes", "step_blocks_max"):
+        value, least = getattr(plan, name), 0 if name == "resident" else 1
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: {value!r}")
+    if any(len(digest) != HASH_BYTES for digest in (plan.namespace, *plan.hashes)):
+        raise ValueError(f"a hash that is not {HASH_BYTES} bytes")
+    if any(type(block) is not int for block in (*plan.recompute, *plan.load)):
+        raise ValueError("a block that is not an int")
+    if list(plan.recompute) != sorted(plan.recompute):
+        raise ValueError("recompute is not ascending")
+    # Sizes first: a range is only made once it is known to be no longer than what was given.
+    tiled = n == len(plan.tiers) and n - plan.resident == len(plan.recompute) + len(plan.load)
+    if not tiled or sorted([*plan.recompute, *plan.load]) != list(range(plan.resident, n)):
+        raise ValueError("recompute and load do not tile the prefix")
+    if any(plan.tiers[block] is None for block in plan.load):
+        raise ValueError("a missing block is to be loaded")
+    times = (plan.predicted.planned, plan.predicted.recompute, plan.predicted.load)
+    if not all(time is None or _is_seconds(time) for time in times) or None in times[:2]:
+        raise ValueError("predicted times that are no times")
+    if type(plan.adaptive) is not bool or type(plan.reason) is not str:
+        raise ValueError("adaptive or reason of another type")
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= float(value) < float("inf")  # type: ignore[arg-type]
 
 
 def runs(tiers: Sequence[Tier | None]) -> list[tuple[Tier | None, int, int]]:

@@ -10,7 +10,7 @@ executor follows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -78,6 +78,8 @@ def plan(
         raise ValueError(f"resident: {resident} is not in [0, {n}]")
     if step_blocks_max < 1:
         raise ValueError(f"step_blocks_max: {step_blocks_max} is not positive")
+    if way not in get_args(Way):
+        raise ValueError(f"way: {way!r} is not one of {', '.join(get_args(Way))}")
     problem = _Problem.of(residency, costs, resident, step_blocks_max)
     recompute, times, reason = problem.choose(way, known=costs.compute.known)
     load = [block for block in range(resident, n) if block not in set(recompute)]

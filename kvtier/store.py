@@ -15,7 +15,7 @@ from kvtier.calibration import CostBook
 from kvtier.catalog import Catalog, CopyState
 from kvtier.config import ByteSize, StoreConfig, parse_bytes
 from kvtier.errors import SpecMismatch, StoreClosed, StoreFailed, TransferFailed
-from kvtier.identity import BlockKeys, Extra, KVSpec
+from kvtier.identity import BlockKeys, KVSpec
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover, PutBlock, PutJob
 from kvtier.plan import Residency, RestorePlan, Step, Tier
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvtier.cost import CostModel
+    from kvtier.fields import Extra
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.throttle import LinkThrottle

@@ -25,6 +25,8 @@ def token_bytes(token_ids: TokenIds) -> bytes:
     if isinstance(token_ids, (list, tuple)):
         return _from_sequence(token_ids)
     if hasattr(token_ids, "detach"):  # a torch tensor, without importing torch
+        if token_ids.is_floating_point() or token_ids.is_complex():  # bfloat16 has no numpy form
+            raise TypeError(f"token_ids[0]: {token_ids.dtype} given, an integer wanted")
         token_ids = token_ids.detach().cpu().numpy()
     if isinstance(token_ids, np.ndarray):
         return _from_array(token_ids)

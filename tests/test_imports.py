@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1] / "kvtier"
 # Lowest first. A module imports from below, or from its own layer as long as no cycle comes of it.
 LAYERS = (
     {"errors", "metrics", "tokens", "trace"},
-    {"config", "identity", "layout", "plan"},
+    {"config", "fields", "identity", "layout", "plan"},
     {"cost", "executor", "planner", "policy", "profiles", "simulator"},
     {"tiers"},
     {"calibration", "catalog", "mover", "prefetcher", "restore", "transfer"},
