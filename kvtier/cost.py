@@ -142,8 +142,9 @@ class _Fit:
         bound = (float(np.abs(self.theta).max()) + SECONDS_MIN) ** 2
         drifted = covariance + np.diag(DRIFT**2) * bound
         scale = np.minimum(1.0, np.sqrt(bound / np.maximum(np.diag(drifted), SECONDS_MIN**2)))
-        bounded: np.ndarray[Any, Any] = drifted * np.outer(scale, scale)
-        return (bounded + bounded.T) / 2
+        bounded = drifted * np.outer(scale, scale)
+        symmetric: np.ndarray[Any, Any] = (bounded + bounded.T) / 2
+        return symmetric
 
     def cost(self) -> ComputeCost:
         # Recompute cost rises with position: a fit that says otherwise is noise, cut off at zero.

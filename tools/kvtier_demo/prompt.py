@@ -38,7 +38,7 @@ class Reader:
         path = smollm2(progress)
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        model.eval()
+        model.eval()  # type: ignore[no-untyped-call]
         text = (
             f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
             f"<|im_start|>user\n{document(tokenizer, tokens)}"

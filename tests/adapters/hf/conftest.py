@@ -150,7 +150,8 @@ def make_prompt() -> Callable[..., torch.Tensor]:
 
     def make(tokens: int, seed: int | None = None) -> torch.Tensor:
         generator = torch.Generator().manual_seed(next(_seeds) + 1000 if seed is None else seed)
-        return torch.randint(0, SIZES["vocab_size"], (1, tokens), generator=generator)
+        # Ids 0 and 1 are padding in some families, and generate() masks padding by itself.
+        return torch.randint(2, SIZES["vocab_size"], (1, tokens), generator=generator)
 
     return make
 
