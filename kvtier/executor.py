@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtier.plan import RestorePlan, Step, Tier
-from kvtier.planner import GAIN_MIN, load_order
+from kvtier.planner import GAIN_MIN
+from kvtier.schedule import Busy, Layout, load_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 LOADS_INFLIGHT_MIN: Final = 2
+SECONDS_MIN: Final = 1e-9
 COVER_S: Final = 0.02
 """Loads in flight cover this much time, so that a link does not idle between two events; more would
 only claim blocks early that the compute front might reach first."""
@@ -176,6 +178,8 @@ class RestoreState:
     expired: bool = False
     idle: bool = False
     """The compute side has asked and waits for an answer."""
+    loading: tuple[int, ...] = ()
+    """The loads under way, in the order in which they started."""
     link_free: tuple[tuple[Tier, float], ...] = ()
     """When each link is expected to have delivered what it has in flight."""
 
@@ -196,7 +200,7 @@ def begin(
     blocks = bytearray([BlockState.HOLE]) * len(plan.hashes)
     blocks[: plan.resident] = bytes([BlockState.PLACED]) * plan.resident
     loadable = (
-        [b for b in range(plan.resident, len(blocks)) if plan.tiers[b] is not None]
+        [b for b in range(plan.resident, len(blocks)) if plan.tiers[b] in (Tier.HOST, Tier.SSD)]
         if plan.adaptive
         else plan.load
     )
@@ -212,8 +216,7 @@ def advance(state: RestoreState, event: Event) -> tuple[RestoreState, tuple[Acti
     machine = _Machine(state)
     machine.apply(event)
     if state.started or isinstance(event, Begin):
-        machine.claim_loads(event.now)
-        machine.offer_step(event.now)
+        machine.decide(event.now)
     return machine.result()
 
 
@@ -224,6 +227,7 @@ class _Machine:
         self.state = state
         self.blocks = bytearray(state.blocks)
         self.actions: list[Action] = []
+        self.loading = list(state.loading)
         self.link_free = dict(state.link_free)
 
     def result(self) -> tuple[RestoreState, tuple[Action, ...]]:
@@ -234,6 +238,7 @@ class _Machine:
             self.state,
             blocks=bytes(self.blocks),
             front=front,
+            loading=tuple(self.loading),
             link_free=tuple(self.link_free.items()),
         )
         return state, tuple(self.actions)
@@ -288,85 +293,137 @@ class _Machine:
 
     def _link_progress(self, block: int, now: float) -> None:
         # What is still in flight on this tier takes the link from now on.
+        self.loading.remove(block)
         tier = self.state.plan.tiers[block]
         if tier is not None:
             self.link_free[tier] = now + self._inflight(tier) * self._load_s(tier)
 
+    def _where(self, *states: BlockState) -> list[int]:
+        """Return the blocks in any of these states, ascending."""
+        now = np.frombuffer(self.blocks, dtype=np.uint8)
+        found: list[int] = np.flatnonzero(np.isin(now, states)).tolist()
+        return found
+
     def _inflight(self, tier: Tier) -> int:
         tiers = self.state.plan.tiers
-        return sum(
-            tiers[block] is tier
-            for block, now in enumerate(self.blocks)
-            if now in (BlockState.LOADING, BlockState.LEAVING)
-        )
+        return sum(tiers[block] is tier for block in self.loading)
 
     def _load_s(self, tier: Tier) -> float:
         return self.state.costs.link(tier).seconds(self.state.plan.block_bytes)
 
-    def claim_loads(self, now: float) -> None:
-        """Start loads of blocks on the load side of the split, as many as the links can use."""
-        if self.state.expired:
-            return
-        loadable = [b for b, s in enumerate(self.blocks) if s == BlockState.LOADABLE]
-        if not loadable:
-            return
-        keep = self._compute_share(loadable, now)
-        holes = [b for b, s in enumerate(self.blocks) if s == BlockState.HOLE]
+    def decide(self, now: float) -> None:
+        """Start loads on the load side of the split, and answer a compute side that waits."""
+        share = self._share(now)
+        if not self.state.expired:
+            self._claim_loads(share, now)
+        if self.state.idle:
+            self._offer_step(share, now)
+
+    def _share(self, now: float) -> dict[Tier, int]:
+        """Return how many of each tier's earliest unclaimed blocks go to the compute side."""
+        plan, costs = self.state.plan, self.state.costs
+        nothing = {Tier.SSD: 0, Tier.HOST: 0}
+        if not plan.adaptive or not costs.compute.known:
+            return nothing
+        spans = self._unclaimed()
+        if all(tier is None for tier, _, _ in spans):
+            return nothing
+        arrivals = self._arrivals(now)
+        layout = Layout(
+            spans,
+            costs.block_seconds(plan.block_tokens, 0, len(plan.tiers), plan.step_blocks_max),
+            ssd_s=self._late(Tier.SSD, now),
+            host_s=self._late(Tier.HOST, now),
+            ready_s=[
+                max((when for block, when in arrivals.items() if block < start), default=0.0)
+                for _, start, _ in spans
+            ],
+            busy=Busy(
+                self._compute_busy(now), *(self._busy(t, now) for t in (Tier.SSD, Tier.HOST))
+            ),
+        )
+        choice = layout.estimate(layout.worth(plan.compute_price))
+        zero = np.zeros(1, dtype=np.int64)
+        load_only = float(layout.closed_form(zero, zero)[0])
+        if load_only - choice.seconds < GAIN_MIN * load_only:
+            return nothing
+        return {Tier.SSD: choice.ssd, Tier.HOST: choice.host}
+
+    def _unclaimed(self) -> list[tuple[Tier | None, int, int]]:
+        """Return the runs of blocks that are nobody's yet, holes as None."""
         tiers = self.state.plan.tiers
-        room: dict[Tier, int] = {}
-        for block in load_order(tiers, loadable[keep:], [*loadable[:keep], *holes]):
+        spans: list[tuple[Tier | None, int, int]] = []
+        for block in self._where(BlockState.LOADABLE, BlockState.HOLE):
+            hole = self.blocks[block] == BlockState.HOLE
+            tier = None if hole else tiers[block]
+            if spans and spans[-1][0] is tier and spans[-1][2] == block:
+                spans[-1] = (tier, spans[-1][1], block + 1)
+            else:
+                spans.append((tier, block, block + 1))
+        return spans
+
+    def _arrivals(self, now: float) -> dict[int, float]:
+        """Return when each load under way will be in place: a tier delivers in order."""
+        tiers = self.state.plan.tiers
+        after = {Tier.SSD: 0, Tier.HOST: 0}
+        arrivals = {}
+        for block in reversed(self.loading):
+            tier = tiers[block]
+            if tier in after:
+                late = self._busy(tier, now) - after[tier] * self._load_s(tier)
+                arrivals[block] = max(late, 0.0)
+                after[tier] += 1
+        return arrivals
+
+    def _late(self, tier: Tier, now: float) -> float:
+        # A load that is overdue already took at least that long: the rest will not be faster.
+        free = self.link_free.get(tier, now)
+        overdue = now - free if now > free and self._inflight(tier) else 0.0
+        return self._load_s(tier) + overdue
+
+    def _busy(self, tier: Tier, now: float) -> float:
+        return max(self.link_free.get(tier, now) - now, 0.0)
+
+    def _compute_busy(self, now: float) -> float:
+        step = self.state.step
+        if step is None:
+            return 0.0
+        predicted = self.state.costs.compute.seconds(step.tokens.start, len(step.tokens))
+        return max(self.state.step_started + predicted - now, 0.0)
+
+    def _claim_loads(self, share: dict[Tier, int], now: float) -> None:
+        """Start as many loads as the links can use; a step never waits for what it could take."""
+        loadable = self._where(BlockState.LOADABLE)
+        tiers = self.state.plan.tiers
+        keep = {t: [b for b in loadable if tiers[b] is t][:n] for t, n in share.items()}
+        kept = {block for blocks in keep.values() for block in blocks}
+        load = [block for block in loadable if block not in kept]
+        recompute = [*kept, *self._where(BlockState.HOLE)]
+        room = {tier: self._depth(tier) - self._inflight(tier) for tier in (Tier.SSD, Tier.HOST)}
+        if not load or max(room.values()) <= 0:
+            return
+        for block in load_order(tiers, load, recompute):
             tier = tiers[block]
             if tier is None:
                 raise ValueError(f"block {block} is in no tier")
-            if tier not in room:
-                room[tier] = self._depth(tier) - self._inflight(tier)
             if room[tier] <= 0:
                 continue
             room[tier] -= 1
             self.move(block, "load")
+            self.loading.append(block)
             self.link_free[tier] = max(self.link_free.get(tier, now), now) + self._load_s(tier)
             self.actions.append(StartLoad(block, tier))
 
     def _depth(self, tier: Tier) -> int:
-        extra = int(COVER_S / max(self._load_s(tier), 1e-9))
+        extra = int(COVER_S / max(self._load_s(tier), SECONDS_MIN))
         return min(self.state.loads_inflight_max, LOADS_INFLIGHT_MIN + extra)
 
-    def _compute_share(self, loadable: list[int], now: float) -> int:
-        """Return j: the first j of ``loadable`` go to the compute side, the rest are loaded."""
-        plan, costs = self.state.plan, self.state.costs
-        if not plan.adaptive or not costs.compute.known:
-            return 0
-        holes = [b for b, s in enumerate(self.blocks) if s == BlockState.HOLE]
-        block_s = costs.block_seconds(plan.block_tokens, 0, len(plan.tiers), plan.step_blocks_max)
-        compute = self._compute_free(now) + float(block_s[holes].sum())
-        finish = compute + np.concatenate(([0.0], np.cumsum(block_s[loadable])))
-        for tier in (Tier.HOST, Tier.SSD):
-            mine = np.array([plan.tiers[b] is tier for b in loadable], dtype=np.float64)
-            left = np.concatenate((mine[::-1].cumsum()[::-1], [0.0]))
-            free, each = self.link_free.get(tier, now), self._load_s(tier)
-            if now > free and self._inflight(tier):
-                each += now - free  # late already: what is under way takes at least that long
-            finish = np.maximum(finish, np.where(left > 0, max(free, now) + left * each, 0.0))
-        share = int(np.argmin(finish))
-        gain = (finish[0] - finish[share]) / max(finish[0] - now, 1e-9)
-        return share if gain >= GAIN_MIN else 0
-
-    def _compute_free(self, now: float) -> float:
-        step = self.state.step
-        if step is None:
-            return now
-        tokens = len(step.tokens)
-        predicted = self.state.costs.compute.seconds(step.tokens.start, tokens)
-        return max(now, self.state.step_started + predicted)
-
-    def offer_step(self, now: float) -> None:
-        """Answer a waiting compute side if the block at the front is its to take."""
-        if not self.state.idle:
-            return
+    def _offer_step(self, share: dict[Tier, int], now: float) -> None:
+        """Hand out a step if the block at the front is the compute side's to take."""
         front = self.state.front
         while front < len(self.blocks) and self.blocks[front] == BlockState.PLACED:
             front += 1
-        stop = self._step_stop(front, now)
+        stop = self._step_stop(front, dict(share))
         if stop == front:
             return
         for block in range(front, stop):
@@ -375,14 +432,15 @@ class _Machine:
         self.state = replace(self.state, step=step, step_started=now, idle=False)
         self.actions.append(StartStep(step))
 
-    def _step_stop(self, front: int, now: float) -> int:
+    def _step_stop(self, front: int, share: dict[Tier, int]) -> int:
         plan = self.state.plan
         limit = plan.step_blocks_max if self.state.costs.compute.known else 1
-        takable = {b for b, s in enumerate(self.blocks) if s == BlockState.HOLE}
-        loadable = [b for b, s in enumerate(self.blocks) if s == BlockState.LOADABLE]
-        if loadable:
-            takable.update(loadable[: self._compute_share(loadable, now)])
         stop = front
-        while stop in takable and stop - front < limit:
+        while stop < min(len(self.blocks), front + limit):
+            tier = plan.tiers[stop]
+            if self.blocks[stop] == BlockState.LOADABLE and tier is not None and share[tier] > 0:
+                share[tier] -= 1
+            elif self.blocks[stop] != BlockState.HOLE:
+                break
             stop += 1
         return stop

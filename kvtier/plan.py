@@ -100,6 +100,8 @@ class RestorePlan:
     step_blocks_max: int
     adaptive: bool
     """Whether the executor may move the split by what it measures; False keeps to the lists."""
+    compute_price: float
+    """What a second of compute is worth in seconds of waiting (``planner.plan``)."""
     predicted: Times
     reason: str
 
@@ -157,7 +159,6 @@ def _decode(value: dict[str, Any]) -> RestorePlan:
 
 def _verify(plan: RestorePlan) -> None:
     """Raise ``ValueError`` unless a decoded plan is one that the executor can carry out."""
-    n = len(plan.hashes)
     for name in ("resident", "block_tokens", "block_bytes", "step_blocks_max"):
         value, least = getattr(plan, name), 0 if name == "resident" else 1
         if type(value) is not int or value < least:
@@ -168,17 +169,24 @@ def _verify(plan: RestorePlan) -> None:
         raise ValueError("a block that is not an int")
     if list(plan.recompute) != sorted(plan.recompute):
         raise ValueError("recompute is not ascending")
+    _verify_tiling(plan)
+    times = (plan.predicted.planned, plan.predicted.recompute, plan.predicted.load)
+    if not all(time is None or _is_seconds(time) for time in times) or None in times[:2]:
+        raise ValueError("predicted times that are no times")
+    if not _is_seconds(plan.compute_price):
+        raise ValueError("a compute price that is none")
+    if type(plan.adaptive) is not bool or type(plan.reason) is not str:
+        raise ValueError("adaptive or reason of another type")
+
+
+def _verify_tiling(plan: RestorePlan) -> None:
+    n = len(plan.hashes)
     # Sizes first: a range is only made once it is known to be no longer than what was given.
     tiled = n == len(plan.tiers) and n - plan.resident == len(plan.recompute) + len(plan.load)
     if not tiled or sorted([*plan.recompute, *plan.load]) != list(range(plan.resident, n)):
         raise ValueError("recompute and load do not tile the prefix")
     if any(plan.tiers[block] is None for block in plan.load):
         raise ValueError("a missing block is to be loaded")
-    times = (plan.predicted.planned, plan.predicted.recompute, plan.predicted.load)
-    if not all(time is None or _is_seconds(time) for time in times) or None in times[:2]:
-        raise ValueError("predicted times that are no times")
-    if type(plan.adaptive) is not bool or type(plan.reason) is not str:
-        raise ValueError("adaptive or reason of another type")
 
 
 def _is_seconds(value: object) -> bool:

@@ -51,7 +51,7 @@ def residency_of(tiers: Sequence[Tier | None]) -> Residency:
 
 
 def costs_of(
-    block_s: float, rise: float = 0.0, fixed: float = 0.0, *, host_s: float = 0.01, ssd_s: float
+    block_s: float, rise: float = 0.0, fixed: float = 0.0, *, host_s: float = 1e-9, ssd_s: float
 ) -> CostModel:
     """Costs in seconds per block: the first block's recompute, its rise per block, loads."""
     attention = rise / BLOCK_TOKENS**2
@@ -87,12 +87,20 @@ def profiler_of(costs: CostModel) -> Profiler:
     )
 
 
+@dataclass(frozen=True)
+class Read:
+    """The SSD has read a block into host memory; the machine is not told."""
+
+    block: int
+
+
 @dataclass
 class Engine:
     """Carries a plan out in virtual time and checks every move of the machine on the way.
 
-    A tier's link is one FIFO: a load ends at max(now, busy until) + latency + bytes / rate. Steps
-    take their true cost. ``learns`` feeds what is seen back, as a session does.
+    A link is one FIFO: a transfer ends at max(now, busy until) + latency + bytes / rate. What the
+    SSD has read goes over the copy link, which host memory uses too. Steps take their true cost.
+    ``learns`` feeds what is seen back, as a store does.
     """
 
     plan: RestorePlan
@@ -118,13 +126,14 @@ class Engine:
         self.state = begin(
             self.plan, believed, loads_inflight_max=self.loads_inflight_max, gone=self.gone
         )
-        self.queue: list[tuple[float, int, Event]] = []
+        self.queue: list[tuple[float, int, Event | Read]] = []
         self.order = itertools.count()
         self.busy: dict[Tier, float] = {}
         self.writing: set[int] = set()  # blocks whose load may write
-        self.busy_s: dict[int, float] = {}
+        self.submitted: dict[int, float] = {}
+        self.last_done: dict[Tier, float] = {}
 
-    def later(self, when: float, event: Event) -> None:
+    def later(self, when: float, event: Event | Read) -> None:
         """Queue an event."""
         heapq.heappush(self.queue, (when, next(self.order), event))
 
@@ -164,13 +173,24 @@ class Engine:
         assert block not in self.writing
         assert block not in self.gone
         assert len(self.writing) < 2 * self.loads_inflight_max
-        link = self.true.link(tier)
-        start = max(self.now, self.busy.get(tier, 0.0))
-        end = start + link.latency_s + link.seconds(BLOCK_BYTES)
-        self.busy[tier] = end
-        self.busy_s[block] = end - start
         self.writing.add(block)
         self.started.append(block)
+        self.submitted[block] = self.now
+        if tier is SSD:
+            self.later(self.transfer(SSD), Read(block))
+        else:
+            self.copy(block)
+
+    def transfer(self, tier: Tier) -> float:
+        """Put one block into a link's queue and return when it ends."""
+        link = self.true.link(tier)
+        start = max(self.now, self.busy.get(tier, 0.0))
+        self.busy[tier] = start + link.latency_s + link.seconds(BLOCK_BYTES)
+        return self.busy[tier]
+
+    def copy(self, block: int) -> None:
+        """Bring a block that is in host memory into its slot."""
+        end = self.transfer(HOST)
         self.later(end, NotLoaded(block, end) if block in self.fails else Loaded(block, end))
 
     def cancel(self, block: int) -> None:
@@ -215,27 +235,35 @@ class Engine:
                 break
             assert self.queue, f"stuck at {self.state.blocks.hex()}"
             self.now, _, event = heapq.heappop(self.queue)
-            match event:
-                case Computed():
-                    step = self.state.step
-                    assert step is not None
-                    if self.profiler is not None:
-                        seconds = self.now - self.state.step_started
-                        self.profiler.computed(step.tokens.start, len(step.tokens), seconds)
-                    self.post(Computed(self.now))
-                    if not self.state.finished:
-                        self.post(Asked(self.now))
-                case Loaded(block):
-                    tier = self.plan.tiers[block]
-                    if self.profiler is not None and tier is not None:
-                        self.profiler.loaded(tier, BLOCK_BYTES, self.busy_s[block])
-                    self.post(event)
-                case _:
-                    self.post(event)
+            self.happen(event)
         assert self.state.finished, f"no end: {self.state.blocks.hex()}"
         placed = sorted([*self.loaded, *self.computed])
         assert list(range(self.plan.resident, len(self.state.blocks))) == placed
         return self
+
+    def happen(self, event: Event | Read) -> None:
+        """Let the world, and then the machine, see one event."""
+        match event:
+            case Read(block):
+                self.copy(block)
+                return
+            case Computed():
+                step = self.state.step
+                assert step is not None
+                if self.profiler is not None:
+                    seconds = self.now - self.state.step_started
+                    self.profiler.computed(step.tokens.start, len(step.tokens), seconds)
+                self.post(Computed(self.now))
+                if not self.state.finished:
+                    self.post(Asked(self.now))
+                return
+            case Loaded(block):
+                tier = self.plan.tiers[block]
+                if self.profiler is not None and tier is not None:
+                    busy = self.now - max(self.submitted[block], self.last_done.get(tier, 0.0))
+                    self.profiler.loaded(tier, BLOCK_BYTES, busy)
+                    self.last_done[tier] = self.now
+        self.post(event)
 
     @property
     def seconds(self) -> float:
@@ -669,18 +697,20 @@ def test_any_layout_is_at_most_one_step_behind_loading() -> None:
         n = int(rng.integers(2, 40))
         edges = np.sort(rng.integers(0, n + 1, 3))
         tiers = [(HOST, SSD)[int(np.searchsorted(edges, b, side="right")) % 2] for b in range(n)]
-        block_s, host_s, ssd_s = (float(np.exp(rng.uniform(-4, 0))) for _ in range(3))
+        block_s, ssd_s = (float(np.exp(rng.uniform(-4, 0))) for _ in range(2))
+        host_s = ssd_s * float(rng.uniform(0.02, 0.5))  # a copy link is at least twice as fast
         costs = costs_of(block_s, block_s * 0.02, host_s=host_s, ssd_s=ssd_s)
         made = plan(residency_of(tiers), costs)
         engine = Engine(made, costs).run()
-        load = max(host_s * tiers.count(HOST), ssd_s * tiers.count(SSD))
+        load = Engine(plan(residency_of(tiers), costs, way="load"), costs).run().seconds
         step = max(
             (costs.compute.seconds(s.tokens.start, len(s.tokens)) for s in engine.steps), default=0
         )
         ratios.append(engine.seconds / made.predicted.planned)
         assert engine.seconds <= load + step + 1e-9, (tiers, costs)
     report("two tiers, measured / predicted", ratios)
-    assert max(ratios) <= 1.10
+    assert np.median(ratios) <= 1.02
+    assert max(ratios) <= 1.25, "a shared copy link costs a load or two"
 
 
 def test_latency_of_each_load_counts() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1] / "kvtier"
 LAYERS = (
     {"errors", "metrics", "tokens", "trace"},
     {"config", "fields", "identity", "layout", "plan"},
-    {"cost", "executor", "planner", "policy", "profiles", "simulator"},
+    {"cost", "executor", "planner", "policy", "profiles", "schedule", "simulator"},
     {"tiers"},
     {"calibration", "catalog", "mover", "prefetcher", "restore", "transfer"},
     {"store"},

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
+PROGRAMS = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[str(i) for i in range(len(PROGRAMS))])
 def test_program_runs(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every program in the README runs as printed: a miss at first, a full hit from its own store."""
+    """Every program in the README runs as printed: first a miss, then a full hit."""
     scope: dict[str, object] = {"__name__": "readme"}
     exec(compile(program, "README.md", "exec"), scope)  # noqa: S102 - our own text
     printed = capsys.readouterr().out
