@@ -83,21 +83,22 @@ class Catalog:
 
     # -- looking
 
-    def residency(self, namespace: bytes, hashes: Sequence[bytes]) -> tuple[Tier | None, ...]:
-        """Return each block's fastest ready tier. Extends nobody's life."""
+    def residency(
+        self, namespace: bytes, hashes: Sequence[bytes], order: Sequence[Tier] = _TIERS
+    ) -> tuple[Tier | None, ...]:
+        """Return the first tier of ``order`` in which each block is READY; touches nothing."""
         with self.changed:
             rows = self._rows.get(namespace, {})
             found: list[Tier | None] = []
+            first, second = ((tier, self._states[_COLUMN[tier]]) for tier in order)
             for digest in hashes:
                 row = rows.get(digest)
                 if row is None:
                     found.append(None)
-                elif self._states[0, row] == CopyState.READY:
-                    found.append(Tier.HOST)
-                elif self._states[1, row] == CopyState.READY:
-                    found.append(Tier.SSD)
+                elif first[1][row] == CopyState.READY:
+                    found.append(first[0])
                 else:
-                    found.append(None)
+                    found.append(second[0] if second[1][row] == CopyState.READY else None)
             return tuple(found)
 
     def find(self, block: BlockId) -> int | None:
@@ -156,11 +157,12 @@ class Catalog:
     def begin(self, block: BlockId, tier: Tier, what: str) -> int:
         """Start a copy's life ("write" or "load") and return its row."""
         with self.changed:
-            rows = self._rows.setdefault(block.namespace, {})
-            row = rows.get(block.hash)
+            row = self.find(block)
             if row is None:
+                if (CopyState.ABSENT, what) not in _MOVES:
+                    raise ValueError(f"{block}: a copy in {tier} that is ABSENT cannot {what}")
                 row = self._new_row()
-                rows[block.hash] = row
+                self._rows.setdefault(block.namespace, {})[block.hash] = row
                 self._ids[row] = block
             self._move(row, tier, what)
             return row
@@ -240,17 +242,21 @@ class Catalog:
     def pinned(
         self, namespace: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier | None]
     ) -> Iterator[list[bool]]:
-        """Pin each block in its tier for the length of a scope; yields which ones were READY."""
+        """Pin each block in its tier, or else in the other one, for the length of a scope.
+
+        Yields which ones were READY at all; one whose tier is None is left alone.
+        """
         held: list[tuple[int, Tier]] = []
         kept: list[bool] = []
         with self.changed:
             rows = self._rows.get(namespace, {})
-            for digest, tier in zip(hashes, tiers, strict=True):
+            for digest, wanted in zip(hashes, tiers, strict=True):
                 row = rows.get(digest)
-                ok = tier is not None and row is not None and self.pin(row, tier)
-                kept.append(ok)
-                if ok and row is not None and tier is not None:
-                    held.append((row, tier))
+                order = sorted(_TIERS, key=lambda tier: tier is not wanted) if wanted else []
+                pinned = next((t for t in order if row is not None and self.pin(row, t)), None)
+                kept.append(pinned is not None)
+                if row is not None and pinned is not None:
+                    held.append((row, pinned))
         try:
             yield kept
         finally:

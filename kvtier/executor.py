@@ -22,6 +22,20 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvtier.events import (
+    Action,
+    Asked,
+    Begin,
+    CancelLoad,
+    Computed,
+    Event,
+    Expired,
+    Loaded,
+    NotLoaded,
+    Recosted,
+    StartLoad,
+    StartStep,
+)
 from kvtier.plan import RestorePlan, Step, Tier
 from kvtier.planner import GAIN_MIN
 from kvtier.schedule import Busy, Layout, load_order
@@ -31,24 +45,7 @@ if TYPE_CHECKING:
 
     from kvtier.cost import CostModel
 
-__all__ = [
-    "Action",
-    "Asked",
-    "Begin",
-    "BlockState",
-    "CancelLoad",
-    "Computed",
-    "Event",
-    "Expired",
-    "Loaded",
-    "NotLoaded",
-    "Recosted",
-    "RestoreState",
-    "StartLoad",
-    "StartStep",
-    "advance",
-    "begin",
-]
+__all__ = ["BlockState", "RestoreState", "advance", "begin"]
 
 LOADS_INFLIGHT_MIN: Final = 2
 SECONDS_MIN: Final = 1e-9
@@ -80,86 +77,6 @@ _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
     (BlockState.LEAVING, "not loaded"): BlockState.HOLE,
     (BlockState.COMPUTING, "computed"): BlockState.PLACED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The restore starts."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The compute side is free and asks for its next step."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """The step that was out is done."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A block arrived in its slot."""
-
-    block: int
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotLoaded:
-    """A load failed or was cancelled; nothing writes to the block's slot any more."""
-
-    block: int
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """The deadline passed: what is not in place is recomputed."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Recosted:
-    """The estimates changed."""
-
-    costs: CostModel
-    now: float
-
-
-Event = Begin | Asked | Computed | Loaded | NotLoaded | Expired | Recosted
-
-
-@dataclass(frozen=True, slots=True)
-class StartLoad:
-    """Load a block from its tier into its slot; answered by Loaded or NotLoaded."""
-
-    block: int
-    tier: Tier
-
-
-@dataclass(frozen=True, slots=True)
-class CancelLoad:
-    """Stop a load if it can still be stopped; answered by NotLoaded or Loaded."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartStep:
-    """Recompute a range of blocks; everything before it is in place. Answered by Computed."""
-
-    step: Step
-
-
-Action = StartLoad | CancelLoad | StartStep
 
 
 @dataclass(frozen=True, slots=True)

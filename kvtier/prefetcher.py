@@ -234,14 +234,17 @@ class Prefetcher:
 
     async def _prefetch(self, blocks: Sequence[BlockId], transfer: Transfer[int]) -> None:
         try:
-            rows = await asyncio.gather(*(self._fetch(block) for block in blocks))
-            for row in rows:
-                if row is not None:
-                    self._mover.unpin_host(row)
-            transfer.finish(sum(row is not None for row in rows))
+            transfer.finish(sum(await asyncio.gather(*map(self._promote, blocks))))
         except BaseException as error:
             transfer.fail(error)
             raise
+
+    async def _promote(self, block: BlockId) -> bool:
+        # Unpinned at once: many prefetches must not hold all slots while they wait for more.
+        row = await self._fetch(block)
+        if row is not None:
+            self._mover.unpin_host(row)
+        return row is not None
 
     async def _fetch(self, block: BlockId) -> int | None:
         """Bring a block into host memory, if it is not there, and pin it: its row, or None."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvtier.errors import StoreFailed, TransferFailed
-from kvtier.executor import (
+from kvtier.events import (
     Action,
     Asked,
     Begin,
@@ -22,9 +22,8 @@ from kvtier.executor import (
     Recosted,
     StartLoad,
     StartStep,
-    advance,
-    begin,
 )
+from kvtier.executor import advance, begin
 from kvtier.prefetcher import LoadTicket
 from kvtier.tiers.base import BlockId
 
@@ -213,6 +212,8 @@ class RestoreSession:
     # -- inside; everything below holds the condition's lock
 
     def _ask(self) -> None:
+        if not self._state.started:
+            raise ValueError("the session's scope was not entered: use 'with store.restore(...)'")
         if self._step is not None:
             raise ValueError(f"{self._step} is out; say computed() first")
         if not self._state.idle and not self._state.finished:

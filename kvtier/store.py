@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from kvtier import planner
 from kvtier.calibration import CostBook
-from kvtier.catalog import Catalog, CopyState
+from kvtier.catalog import Catalog
 from kvtier.config import ByteSize, StoreConfig, parse_bytes
 from kvtier.errors import SpecMismatch, StoreClosed, StoreFailed, TransferFailed
 from kvtier.identity import BlockKeys, KVSpec
 from kvtier.metrics import Metrics
-from kvtier.mover import Mover, PutBlock, PutJob
+from kvtier.mover import Mover
 from kvtier.plan import Residency, RestorePlan, Step, Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
 from kvtier.restore import RestoreSession
-from kvtier.tiers.base import BlockId, Record
+from kvtier.tiers.base import BlockId
 from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
@@ -30,6 +30,7 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.ssd import SsdTier
 from kvtier.transfer import PutResult, Transfer
+from kvtier.writeback import PutJob, Writeback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,27 +121,37 @@ class Store:
     def _open_tiers(self, fs: FileSystem, links: Mapping[Tier, LinkThrottle], device: str) -> None:
         config, block_bytes = self.config, self._layout.block_bytes
         self._directory.keep_spec(self.spec)
-        self._ssd = SsdTier(
-            self._directory.segments,
-            LmdbIndex(self._directory.index_path, config.index_bytes_max),
-            fs,
-            limit_bytes=config.ssd_bytes,
-            segment_bytes_max=config.segment_bytes_max,
-        )
+        index = LmdbIndex(self._directory.index_path, config.index_bytes_max)
+        try:
+            self._ssd = SsdTier(
+                self._directory.segments,
+                index,
+                fs,
+                limit_bytes=config.ssd_bytes,
+                segment_bytes_max=config.segment_bytes_max,
+            )
+        except BaseException:
+            index.close()
+            raise
         self._catalog = Catalog(Lru)
         entries = sorted(self._ssd.entries, key=lambda entry: (entry.last_use_ns, -entry.position))
         self._catalog.restore((entry.id, entry.location) for entry in entries)
-        slot = -(-block_bytes // PAGE) * PAGE
-        host_blocks = config.host_bytes // slot
+        self._host_blocks_max = config.host_bytes // (-(-block_bytes // PAGE) * PAGE)
         self._host = HostTier(
-            block_bytes, host_blocks + config.staging_blocks_max, config.host_bytes
+            block_bytes, self._host_blocks_max + config.staging_blocks_max, config.host_bytes
         )
         self._cost_book = CostBook(self._directory, self._namespace, device, links)
         self._profiler = self._cost_book.read()
-        self._mover = Mover(
-            self._catalog, self._host, self._ssd, config, self._metrics,
-            host_blocks_max=host_blocks, failed=self._fail,
+        self._writeback = Writeback(
+            self._catalog, self._ssd, config, self._metrics,
+            host_blocks_max=self._host_blocks_max, failed=self._fail,
         )  # fmt: skip
+        self._mover = Mover(
+            self._catalog, self._host, self._ssd, self._metrics,
+            host_blocks_max=self._host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
+            forget=self._writeback.forget,
+        )  # fmt: skip
+        self._writeback.start(self._mover)
         self._prefetcher = Prefetcher(
             self._catalog, self._mover, self._profiler, self._metrics,
             block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
@@ -165,9 +176,11 @@ class Store:
         Keys of another spec are simply not found.
         """
         self._check_open()
-        tiers = self._catalog.residency(keys.namespace, keys.hashes)
-        if keys.namespace != self._namespace:
-            tiers = (None,) * len(keys)
+        tiers: tuple[Tier | None, ...] = (None,) * len(keys)
+        if keys.namespace == self._namespace:
+            # Without a host tier a copy there is one in passing: only what is on the SSD stays.
+            order = (Tier.HOST, Tier.SSD) if self._host_blocks_max else (Tier.SSD, Tier.HOST)
+            tiers = self._catalog.residency(keys.namespace, keys.hashes, order)
         return Residency(keys, tiers, self._layout.block_bytes)
 
     def plan(
@@ -228,7 +241,7 @@ class Store:
         if wanted and not 0 <= min(wanted) <= max(wanted) < len(keys):
             raise ValueError(f"blocks: {wanted} is not within the prompt's {len(keys)} full blocks")
         transfer: Transfer[PutResult] = Transfer()
-        accepted, present, dropped = self._accept(keys, wanted)
+        accepted, present, dropped = self._writeback.accept(keys, wanted, self._layout)
         self._metrics.add("put_blocks_present", present)
         self._metrics.add("put_blocks_dropped", dropped)
         if not accepted:
@@ -236,7 +249,7 @@ class Store:
             return transfer
         job = PutJob(source, accepted, transfer, present, dropped, after)
         try:
-            self._mover.put(job)
+            self._writeback.put(job)
         except BaseException:
             for block in accepted:
                 self._catalog.end(block.row, Tier.HOST, "abort")
@@ -246,7 +259,7 @@ class Store:
     def prefetch(self, keys: BlockKeys) -> Transfer[int]:
         """Start promoting a prompt's stored blocks to host memory, as far as it has room."""
         residency = self.lookup(keys)
-        room = self.config.host_bytes // (-(-self._layout.block_bytes // PAGE) * PAGE)
+        room = self._host_blocks_max
         wanted = [
             BlockId(keys.namespace, digest)
             for digest, tier in zip(keys.hashes, residency.tiers, strict=True)
@@ -269,7 +282,7 @@ class Store:
         """
         self._check_open()
         limit = self.config.close_s_max if timeout is None else timeout
-        left = self._mover.flush(limit)
+        left = self._writeback.flush(limit)
         self._check_open()
         if left:
             raise TransferFailed(f"{self.path}: {left} blocks are not durable after {limit:.1f} s")
@@ -334,11 +347,11 @@ class Store:
                 return
             self._closed = True
         if self._failure is None:
-            left = self._mover.flush(self.config.close_s_max)
+            left = self._writeback.flush(self.config.close_s_max)
             if left:
                 log.warning("%s: closed with %d blocks not written", self.path, left)
         self._prefetcher.close()
-        self._mover.close()
+        self._writeback.close()
         self._cost_book.write(self._profiler)
         self._ssd.close()
         self._host.close()
@@ -356,39 +369,6 @@ class Store:
         self.close()
 
     # -- inside
-
-    def _accept(self, keys: BlockKeys, wanted: range) -> tuple[list[PutBlock], int, int]:
-        """Enter the blocks that are in no tier as WRITING in host."""
-        accepted: list[PutBlock] = []
-        present = dropped = 0
-        room = self._mover.room()
-        now = time.time_ns()
-        with self._catalog.changed:
-            for block in wanted:
-                name = BlockId(keys.namespace, keys.hashes[block])
-                row = self._catalog.find(name)
-                if row is not None and any(
-                    self._catalog.state(row, tier) not in (CopyState.ABSENT, CopyState.EVICTING)
-                    for tier in (Tier.HOST, Tier.SSD)
-                ):
-                    present += 1
-                elif len(accepted) >= room:
-                    dropped += 1
-                else:
-                    row = self._catalog.begin(name, Tier.HOST, "write")
-                    accepted.append(PutBlock(block, row, self._record(keys, block, now)))
-        return accepted, present, dropped
-
-    def _record(self, keys: BlockKeys, block: int, now_ns: int) -> Record:
-        return Record(
-            id=BlockId(keys.namespace, keys.hashes[block]),
-            parent=keys.parent(block),
-            position=block,
-            tenant_digest=keys.tenant_digest,
-            part_bytes=self._layout.part_bytes,
-            shapes=self._layout.parts,
-            created_ns=now_ns,
-        )
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from kvtier import BlockKeys, CostModel, Residency, RestorePlan, Step, Tier, plan
 from kvtier import executor as machine
 from kvtier.cost import ComputeCost, LinkCost, Profiler
-from kvtier.executor import (
+from kvtier.events import (
     Asked,
     Begin,
-    BlockState,
     CancelLoad,
     Computed,
     Event,
@@ -28,12 +27,10 @@ from kvtier.executor import (
     Loaded,
     NotLoaded,
     Recosted,
-    RestoreState,
     StartLoad,
     StartStep,
-    advance,
-    begin,
 )
+from kvtier.executor import BlockState, RestoreState, advance, begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1] / "kvtier"
 LAYERS = (
     {"errors", "metrics", "tokens", "trace"},
     {"config", "fields", "identity", "layout", "plan"},
-    {"cost", "executor", "planner", "policy", "profiles", "schedule", "simulator"},
+    {"cost", "events", "executor", "planner", "policy", "profiles", "schedule", "simulator"},
     {"tiers"},
-    {"calibration", "catalog", "mover", "prefetcher", "restore", "transfer"},
+    {"calibration", "catalog", "mover", "prefetcher", "restore", "transfer", "writeback"},
     {"store"},
     {"__init__"},
 )

@@ -35,12 +35,13 @@ class StoreDirectory:
         self.path = path
         self._fs = fs
         self._open: list[int] = []
+        self._lock: int | None = None
         try:
             self._enter()
         except OSError as error:
             self.close()
-            if error.errno in (errno.ENOTDIR, errno.EEXIST):
-                raise FormatError(f"{path}: not a directory, so not a store") from error
+            if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
+                raise FormatError(f"{path}: it, or a part of it, is no directory") from error
             raise StoreFailed(
                 f"{path}: cannot be opened for writing: {error.strerror or error}; "
                 "check permissions, mount and free space"
@@ -51,7 +52,7 @@ class StoreDirectory:
 
     def _enter(self) -> None:
         fs = self._fs
-        self.root = self._keep(fs.open_directory(self.path, create=True))
+        self.root = self._keep(fs.open_directory(self.path))
         names = set(fs.names(self.root))
         if "FORMAT" in names:
             self._check_format()
@@ -63,11 +64,13 @@ class StoreDirectory:
         lock = self._keep(fs.open_file(self.root, "LOCK", write=True, create="LOCK" not in names))
         if not fs.lock(lock):
             raise StoreLocked(f"{self.path}: another writer holds this store; one at a time")
+        self._lock = lock
         if "FORMAT" not in names:
             line = b"kvtier store, format %d\n" % FORMAT_VERSION
             self._replace(self.root, "FORMAT", line)
-        self.specs = self._keep(fs.open_directory(f"{self.path}/specs", create=True))
-        self.segments = self._keep(fs.open_directory(f"{self.path}/segments", create=True))
+        self.specs = self._keep(fs.open_subdirectory(self.root, "specs"))
+        self.segments = self._keep(fs.open_subdirectory(self.root, "segments"))
+        self._keep(fs.open_subdirectory(self.root, "index"))  # LMDB opens it by path, if it is one
         fs.sync_directory(self.root)
 
     def _keep(self, fd: int) -> int:
@@ -151,5 +154,8 @@ class StoreDirectory:
 
     def close(self) -> None:
         """Release the lock; idempotent."""
+        if self._lock is not None:
+            self._fs.unlock(self._lock)
+            self._lock = None
         while self._open:
             self._fs.close(self._open.pop())

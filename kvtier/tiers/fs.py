@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["DISK_UNIT", "FileSystem", "PosixFileSystem"]
 
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 DISK_UNIT = 512  # st_blocks counts in this unit whatever the file system's block size
 
 
 class FileSystem(Protocol):
     """File operations; descriptors are ints, ``directory`` is an open directory's descriptor."""
 
-    def open_directory(self, path: str, *, create: bool) -> int:
-        """Open a directory, making it and its parents (0700) if ``create``."""
+    def open_directory(self, path: str) -> int:
+        """Open a directory, making it and its parents (0700) where they are missing."""
+
+    def open_subdirectory(self, directory: int, name: str) -> int:
+        """Open a directory within another one, making it (0700) if it is missing."""
 
     def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
         """Open a regular file; ``create`` fails if it exists."""
@@ -59,6 +64,9 @@ class FileSystem(Protocol):
     def lock(self, fd: int) -> bool:
         """Take an exclusive lock without waiting; False if someone holds it."""
 
+    def unlock(self, fd: int) -> None:
+        """Release the lock, also if a forked child still has the descriptor."""
+
     def close(self, fd: int) -> None:
         """Close a descriptor."""
 
@@ -66,11 +74,22 @@ class FileSystem(Protocol):
 class PosixFileSystem:
     """The real one."""
 
-    def open_directory(self, path: str, *, create: bool) -> int:
-        """Open a directory, making it and its parents (0700) if ``create``."""
-        if create:
-            os.makedirs(path, mode=0o700, exist_ok=True)
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def open_directory(self, path: str) -> int:
+        """Open a directory, making it and its parents (0700) where they are missing."""
+        missing = []
+        while path and not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for each in reversed(missing):
+            with suppress(FileExistsError):  # another process made it; what it is shows below
+                os.mkdir(each, 0o700)
+        return os.open(missing[0] if missing else path, _DIRECTORY)
+
+    def open_subdirectory(self, directory: int, name: str) -> int:
+        """Open a directory within another one, making it (0700) if it is missing."""
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=directory)
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
 
     def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
         """Open a regular file; ``create`` fails if it exists."""
@@ -140,6 +159,10 @@ class PosixFileSystem:
         except BlockingIOError:
             return False
         return True
+
+    def unlock(self, fd: int) -> None:
+        """Release the lock, also if a forked child still has the descriptor."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""

@@ -66,6 +66,21 @@ class Slabs:
         with self._lock:
             return self._used()
 
+    def fits(self) -> bool:
+        """Whether data and index, with what its next commit may add, are within the limit."""
+        with self._lock:
+            return self._fresh_room() >= 0
+
+    def empty_segments(self, size: int) -> list[int]:
+        """Return the segments of other slot sizes in which every slot is free."""
+        with self._lock:
+            held = {segment for segment, _ in (*self._live, *self._taken)}
+            return [
+                segment
+                for segment, header in self._headers.items()
+                if header.slot_bytes != size and segment not in held
+            ]
+
     def blocks(self) -> int:
         """Return how many slots hold a block."""
         with self._lock:

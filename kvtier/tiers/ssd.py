@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
-from kvtier.tiers.index import Entry, Index
 from kvtier.tiers.recovery import FoundSegment, plan_repairs
+from kvtier.tiers.scan import (
+    entry_of,
+    find_segments,
+    record_offset,
+    scan_headers,
+    segment_name,
+)
 from kvtier.tiers.segment import (
     PAGE_BYTES,
-    SegmentHeader,
     decode_header,
-    decode_segment,
     encode_header,
     encode_segment,
     part_digests,
@@ -34,12 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.tiers.fs import FileSystem
+    from kvtier.tiers.index import Entry, Index
 
 __all__ = ["SsdTier"]
 
 log = logging.getLogger(__name__)
-
-_NAME: Final = re.compile(r"([0-9a-f]{16})\.seg")
 
 
 class SsdTier:
@@ -63,10 +65,10 @@ class SsdTier:
         self._index = index
         self._fs = fs
         self._now_ns = now_ns
-        found = self._find_segments()
+        found, unused_bytes = find_segments(segments, fs)
         self._slabs = Slabs(
             found,
-            limit_bytes=limit_bytes,
+            limit_bytes=limit_bytes - unused_bytes,
             segment_bytes_max=segment_bytes_max,
             index_bytes=index.disk_bytes,
             now_ns=now_ns,
@@ -85,7 +87,7 @@ class SsdTier:
             self._index.reset()
             entries = ()
         if found and not entries:
-            entries = tuple(self._scan(found))
+            entries = tuple(scan_headers(self._directory, self._fs, found))
             self._index.commit(entries, ())
         repairs = plan_repairs(entries, found)
         for block, reason in repairs.remove:
@@ -93,81 +95,11 @@ class SsdTier:
         if repairs.remove:
             self._index.commit((), [block for block, _ in repairs.remove])
         for segment in repairs.unlink:
-            self._fs.unlink(self._directory, _name(segment))
+            self._fs.unlink(self._directory, segment_name(segment))
             self._slabs.forget(segment)
         keep = self._shrink(repairs.keep)
         self._slabs.settle((entry.id, entry.location) for entry in keep)
         return keep
-
-    def _find_segments(self) -> dict[int, FoundSegment]:
-        found: dict[int, FoundSegment] = {}
-        for name in self._fs.names(self._directory):
-            match = _NAME.fullmatch(name)
-            if match is None:
-                log.warning("segments/%s is not a segment; left alone", name)
-                continue
-            segment = int(match[1], 16)
-            try:
-                header, size = self._segment_header(segment)
-            except (FormatError, OSError) as error:
-                log.warning("segments/%s is unreadable (%s); its blocks are dropped", name, error)
-                continue
-            reach = -(-(size - PAGE_BYTES) // header.slot_bytes)
-            found[segment] = FoundSegment(header, min(max(reach, 0), header.slots))
-        return found
-
-    def _segment_header(self, segment: int) -> tuple[SegmentHeader, int]:
-        page = bytearray(PAGE_BYTES)
-        fd = self._fs.open_file(self._directory, _name(segment), write=False, create=False)
-        try:
-            count = self._fs.read(fd, [memoryview(page)], 0)
-            size = self._fs.size(fd)
-        finally:
-            self._fs.close(fd)
-        header = decode_segment(page[:count])
-        if header.id != segment:
-            raise FormatError(f"its header says segment {header.id}")
-        return header, size
-
-    def _scan(self, found: dict[int, FoundSegment]) -> list[Entry]:
-        """Read every slot's header; the newest record of a block wins."""
-        best: dict[BlockId, Entry] = {}
-        for segment, slab in found.items():
-            for slot in range(slab.slots_written):
-                where = Location(segment, slot, slab.header.slot_bytes)
-                record = self._read_header(where)
-                if record is None:
-                    continue
-                entry = _entry(record, where)
-                known = best.get(record.id)
-                if known is None or known.created_ns <= entry.created_ns:
-                    best[record.id] = entry
-        return list(best.values())
-
-    def _read_header(self, where: Location) -> Record | None:
-        page = bytearray(PAGE_BYTES)
-        offset = _offset(where)
-        try:
-            fd = self._fs.open_file(
-                self._directory, _name(where.segment), write=False, create=False
-            )
-        except OSError:
-            return None
-        try:
-            if self._fs.read(fd, [memoryview(page)], offset) < PAGE_BYTES:
-                return None
-            size = int.from_bytes(page[12:16], "little")
-            if not PAGE_BYTES <= size <= where.slot_bytes:
-                return None
-            page = bytearray(size)
-            if self._fs.read(fd, [memoryview(page)], offset) < size:
-                return None
-            record, _digests = decode_header(page)
-        except (FormatError, OSError):
-            return None
-        finally:
-            self._fs.close(fd)
-        return record if slot_bytes(record) == where.slot_bytes else None
 
     def _shrink(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         """Unlink whole segments, least recently used first, until the tier fits its limit."""
@@ -177,12 +109,12 @@ class SsdTier:
             last_use[where] = max(last_use[where], entry.last_use_ns, entry.created_ns)
         gone: set[int] = set()
         for segment in sorted(last_use, key=lambda segment: (last_use[segment], segment)):
-            if self._slabs.used_bytes() <= self._slabs.limit_bytes:
+            if self._slabs.fits():
                 break
             self._index.commit(
                 (), [entry.id for entry in entries if entry.location.segment == segment]
             )
-            self._fs.unlink(self._directory, _name(segment))
+            self._fs.unlink(self._directory, segment_name(segment))
             self._slabs.forget(segment)
             gone.add(segment)
         if gone:
@@ -198,19 +130,30 @@ class SsdTier:
         """Return how many records of this size can be written before something must go."""
         return self._slabs.room(slot_bytes(record))
 
+    def empty_segments(self, record: Record) -> list[int]:
+        """Return segments of other slot sizes that hold nothing, whose disk this one could use."""
+        return self._slabs.empty_segments(slot_bytes(record))
+
+    def unlink(self, segments: Sequence[int]) -> None:
+        """Remove segments that hold nothing."""
+        for segment in segments:
+            self._slabs.forget(segment)
+            self._discard(segment)
+
     # -- blocks
 
     def write(
         self, records: Sequence[Record], payloads: Sequence[memoryview]
     ) -> list[Location | None]:
         """Store blocks; None where there was no room or the disk failed."""
-        placed: list[Location | None] = []
-        touched: dict[int, list[int]] = defaultdict(list)
-        for index, (record, payload) in enumerate(zip(records, payloads, strict=True)):
+        for record, payload in zip(records, payloads, strict=True):
             if payload.nbytes != record.payload_bytes:
                 raise ValueError(
                     f"block {record.id}: {payload.nbytes} bytes, {record.payload_bytes} wanted"
                 )
+        placed: list[Location | None] = []
+        touched: dict[int, list[int]] = defaultdict(list)
+        for index, (record, payload) in enumerate(zip(records, payloads, strict=True)):
             where = self._write_one(record, payload)
             placed.append(where)
             if where is not None:
@@ -234,9 +177,11 @@ class SsdTier:
         try:
             if new:
                 self._create(where.segment)
-            fd = self._fs.open_file(self._directory, _name(where.segment), write=True, create=False)
+            fd = self._fs.open_file(
+                self._directory, segment_name(where.segment), write=True, create=False
+            )
             try:
-                self._fs.write(fd, [memoryview(header), payload], _offset(where))
+                self._fs.write(fd, [memoryview(header), payload], record_offset(where))
             finally:
                 self._fs.close(fd)
         except OSError as error:
@@ -251,7 +196,7 @@ class SsdTier:
 
     def _create(self, segment: int) -> None:
         page = encode_segment(self._slabs.header(segment))
-        fd = self._fs.open_file(self._directory, _name(segment), write=True, create=True)
+        fd = self._fs.open_file(self._directory, segment_name(segment), write=True, create=True)
         try:
             self._fs.write(fd, [memoryview(page)], 0)
         finally:
@@ -260,13 +205,15 @@ class SsdTier:
 
     def _discard(self, segment: int) -> None:
         try:
-            self._fs.unlink(self._directory, _name(segment))
+            self._fs.unlink(self._directory, segment_name(segment))
         except OSError as error:
             log.warning("segment %d could not be removed: %s", segment, error)
 
     def _sync(self, segment: int) -> bool:
         try:
-            fd = self._fs.open_file(self._directory, _name(segment), write=True, create=False)
+            fd = self._fs.open_file(
+                self._directory, segment_name(segment), write=True, create=False
+            )
             try:
                 self._fs.sync(fd)
             finally:
@@ -280,7 +227,7 @@ class SsdTier:
         self, records: Sequence[Record], placed: list[Location | None]
     ) -> list[Location | None]:
         entries = [
-            _entry(record, where, last_use_ns=self._now_ns())
+            entry_of(record, where, self._now_ns())
             for record, where in zip(records, placed, strict=True)
             if where is not None
         ]
@@ -320,10 +267,10 @@ class SsdTier:
         wanted = len(header) + into.nbytes
         try:
             fd = self._fs.open_file(
-                self._directory, _name(where.segment), write=False, create=False
+                self._directory, segment_name(where.segment), write=False, create=False
             )
             try:
-                count = self._fs.read(fd, [memoryview(header), into], _offset(where))
+                count = self._fs.read(fd, [memoryview(header), into], record_offset(where))
             finally:
                 self._fs.close(fd)
         except OSError as error:
@@ -355,31 +302,6 @@ class SsdTier:
         if not self._closed:
             self._closed = True
             self._index.close()
-
-
-def _name(segment: int) -> str:
-    return f"{segment:016x}.seg"
-
-
-def _offset(where: Location) -> int:
-    return PAGE_BYTES + where.slot * where.slot_bytes
-
-
-def _entry(record: Record, where: Location, last_use_ns: int = 0) -> Entry:
-    return Entry(
-        id=record.id,
-        location=where,
-        payload_bytes=record.payload_bytes,
-        position=record.position,
-        parent=record.parent,
-        tenant_digest=record.tenant_digest,
-        kind=int(record.kind),
-        codec=record.codec,
-        priority=record.priority,
-        created_ns=record.created_ns,
-        expiry_ns=record.expiry_ns,
-        last_use_ns=last_use_ns,
-    )
 
 
 def _verify(block: BlockId, header: bytearray, payload: memoryview) -> bool:

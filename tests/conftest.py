@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import kvtier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# Two cores shared by everybody: examples are bounded by number, never by time.
+settings.register_profile(
+    "kvtier",
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.differing_executors,  # a contract's tests run in every class that inherits it
+    ],
+)
+settings.load_profile("kvtier")
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """Keep torch on one thread, if a test has it at all."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> str:
+    """Name a directory for a store that does not exist yet."""
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def open_store(store_path: str) -> Iterator[Callable[..., kvtier.Store]]:
+    """Open stores of the tiny spec; those still open at the end must be sound, then are closed."""
+    from support import SPEC, assert_sound
+
+    opened: list[kvtier.Store] = []
+    with contextlib.ExitStack() as scope:
+
+        def open_one(path: str = store_path, spec: kvtier.KVSpec = SPEC, **own: Any) -> Any:
+            usual = {"host_bytes": "1MiB", "ssd_bytes": "8MiB", "slot_wait_s_max": 5.0}
+            store = kvtier.open(path, spec, **{**usual, **own})
+            scope.callback(store.close)
+            opened.append(store)
+            return store
+
+        yield open_one
+        for store in opened:
+            if not store._closed and store._failure is None:
+                assert_sound(store)

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import Any
+
+import pytest
+from support import (
+    HOST_SLOT_BYTES,
+    POISON,
+    WAIT_S,
+    FaultyFileSystem,
+    bring_back,
+    flip,
+    in_thread,
+    poisoned_slots,
+    prompt_keys,
+    put,
+    read_slots,
+    segment_files,
+)
+
+import kvtier
+from kvtier import Tier, TransferFailed
+from kvtier.prefetcher import LoadTicket
+from kvtier.tiers.base import BlockId
+
+Open = Any
+
+
+@pytest.fixture
+def fs() -> FaultyFileSystem:
+    """Return a file system that fails on demand."""
+    return FaultyFileSystem()
+
+
+@pytest.fixture
+def reopened(open_store: Open, fs: FaultyFileSystem) -> Any:
+    """Return a function that stores prompts of six blocks and reopens the store without copies."""
+
+    def reopen(prompts: int = 1, **own: Any) -> kvtier.Store:
+        store = open_store(host_bytes=0)
+        for seed in range(prompts):
+            put(store, prompt_keys(6, seed))
+        store.close()
+        return open_store(fs=fs, **own)
+
+    return reopen
+
+
+def in_host(store: kvtier.Store, seed: int = 0) -> list[int]:
+    """Return which of a prompt's blocks are in host memory."""
+    tiers = store.lookup(prompt_keys(6, seed)).tiers
+    return [block for block, tier in enumerate(tiers) if tier is Tier.HOST]
+
+
+def test_a_prefetch_brings_blocks_to_host_memory(reopened: Any, fs: FaultyFileSystem) -> None:
+    """After it the blocks are there, each read once, and nothing is pinned."""
+    store = reopened()
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 6
+    assert in_host(store) == list(range(6))
+    assert fs.reads() == 6 + 1  # and the segment's own header, at open
+    assert store.stats()["pins"] == 0
+
+
+def test_what_is_there_is_not_read_again(reopened: Any, fs: FaultyFileSystem) -> None:
+    """A second prefetch of the same prompt does nothing."""
+    store = reopened()
+    store.prefetch(prompt_keys(6)).result(WAIT_S)
+    before = fs.reads()
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 0
+    assert fs.reads() == before
+
+
+def test_a_prefetch_of_nothing(reopened: Any) -> None:
+    """A prompt that is not stored, or has no block, is prefetched at once."""
+    store = reopened()
+    assert store.prefetch(prompt_keys(4, seed=77)).result(WAIT_S) == 0
+    assert store.prefetch(prompt_keys(0)).result(WAIT_S) == 0
+
+
+def test_without_host_memory_nothing_is_prefetched(reopened: Any, fs: FaultyFileSystem) -> None:
+    """With ``host_bytes=0`` there is nowhere to promote to, so nothing is read."""
+    store = reopened(host_bytes=0)
+    before = fs.reads()
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 0
+    assert fs.reads() == before
+
+
+def test_the_tail_is_kept_if_there_is_no_room_for_all(reopened: Any) -> None:
+    """The head is what a plan recomputes, so the tail is what is promoted."""
+    store = reopened(host_bytes=4 * HOST_SLOT_BYTES)
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 4
+    assert in_host(store) == [2, 3, 4, 5]
+
+
+def test_a_prefetch_replaces_older_copies(reopened: Any) -> None:
+    """The most recent hint wins; host memory stays within its budget."""
+    store = reopened(prompts=3, host_bytes=6 * HOST_SLOT_BYTES)
+    for seed in range(3):
+        assert store.prefetch(prompt_keys(6, seed)).result(WAIT_S) == 6
+        assert in_host(store, seed) == list(range(6))
+    assert store.stats()["tiers"]["host"]["ready"] == 6
+
+
+def test_many_prefetches_at_once_all_end(reopened: Any) -> None:
+    """More hints than host memory can follow end all the same, without waiting for slots."""
+    store = reopened(prompts=8, host_bytes=6 * HOST_SLOT_BYTES, slot_wait_s_max=2.0)
+    transfers = [store.prefetch(prompt_keys(6, seed)) for seed in range(8)]
+    assert [transfer.result(4 * WAIT_S) for transfer in transfers] == [6] * 8
+    for seed in range(8):
+        assert bring_back(store, prompt_keys(6, seed)).report.failed == 0
+
+
+def test_a_block_is_held_no_longer_than_its_own_read(reopened: Any, fs: FaultyFileSystem) -> None:
+    """Blocks that a prefetch has brought are evictable although its last one is still on its way.
+
+    Prefetches that hold on to what they have while they wait for slots would wait for each other.
+    """
+    store = reopened()
+    gate = fs.hold("read", nth=6, name=".seg")
+    transfer = store.prefetch(prompt_keys(6))
+    gate.wait_reached()
+    catalog = store._catalog
+    try:
+        with catalog.changed:
+            assert catalog.changed.wait_for(lambda: catalog.ready(Tier.HOST) == 5, WAIT_S)
+            assert catalog.changed.wait_for(lambda: not catalog._pins[0].any(), 1.0)
+    finally:
+        gate.open()
+    assert transfer.result(WAIT_S) == 6
+
+
+def test_two_prefetches_read_once(reopened: Any, fs: FaultyFileSystem) -> None:
+    """Whoever hints at a block that is being read joins that read."""
+    store = reopened()
+    before = fs.reads()
+    gate = fs.hold("read", name=".seg")
+    first = store.prefetch(prompt_keys(6))
+    gate.wait_reached()
+    second = store.prefetch(prompt_keys(6))
+    gate.open()
+    assert first.result(WAIT_S) == 6
+    assert second.result(WAIT_S) <= 6
+    assert fs.reads() - before == 6
+
+
+def test_a_restore_joins_a_prefetch(reopened: Any, fs: FaultyFileSystem) -> None:
+    """A restore of blocks that are being prefetched waits for those reads, not for new ones."""
+    store = reopened()
+    before = fs.reads()
+    gate = fs.hold("read", name=".seg")
+    transfer = store.prefetch(prompt_keys(6))
+    gate.wait_reached()
+    restoring = in_thread(lambda: bring_back(store, prompt_keys(6)))
+    gate.open()
+    assert restoring().loaded == 6
+    assert transfer.result(WAIT_S) == 6
+    assert fs.reads() - before == 6
+
+
+def test_a_failed_read_costs_one_block(reopened: Any, fs: FaultyFileSystem) -> None:
+    """A prefetch counts what arrived; what could not be read is left where it is or dropped."""
+    store = reopened()
+    fs.fail("open_file", errno.EMFILE, times=1, name=".seg")
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 5
+    assert len(in_host(store)) == 5
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 1
+    assert bring_back(store, prompt_keys(6)).loaded == 6
+
+
+def test_a_damaged_block_is_not_prefetched(reopened: Any) -> None:
+    """A damaged block never reaches host memory."""
+    store = reopened()
+    flip(segment_files(store.path)[0], 4096 + 4096 + 50)
+    assert store.prefetch(prompt_keys(6)).result(WAIT_S) == 5
+    assert store.lookup(prompt_keys(6)).stored == 5
+    assert store.stats()["counters"]["damaged_blocks"] == 1
+
+
+async def test_cancelling_a_waiter_leaves_the_prefetch(reopened: Any, fs: FaultyFileSystem) -> None:
+    """A cancelled coroutine does not take the promotion back."""
+    store = reopened()
+    gate = fs.hold("read", name=".seg")
+    transfer = store.prefetch(prompt_keys(6))
+
+    async def wait() -> int:
+        return await transfer
+
+    task = asyncio.ensure_future(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.open()
+    assert await transfer == 6
+    assert in_host(store) == list(range(6))
+
+
+def test_a_ticket_is_claimed_once() -> None:
+    """Of the copy and the cancellation one wins."""
+    block = BlockId(bytes(32), bytes(32))
+    ticket = LoadTicket(block, Tier.SSD, poisoned_slots(1), 0, lambda position, error: None)
+    assert ticket.claim()
+    assert not ticket.claim()
+
+
+def test_a_claimed_ticket_is_not_copied(reopened: Any) -> None:
+    """A cancelled load writes nothing and answers nothing."""
+    store = reopened()
+    keys = prompt_keys(6)
+    slots = poisoned_slots(6)
+    answers: list[Any] = []
+    name = BlockId(keys.namespace, keys[0])
+    ticket = LoadTicket(name, Tier.SSD, slots, 0, lambda *answer: answers.append(answer))
+    assert ticket.claim()
+    store._prefetcher.load(ticket)
+    store._prefetcher.close()
+    assert answers == []
+    assert read_slots(slots, 0) == POISON
+
+
+def test_a_load_of_an_unknown_block_is_answered(reopened: Any) -> None:
+    """A block that is nowhere is an error for its ticket alone."""
+    store = reopened()
+    answers: list[Any] = []
+    name = BlockId(bytes(32), bytes(32))
+    store._prefetcher.load(
+        LoadTicket(name, Tier.SSD, poisoned_slots(1), 3, lambda *answer: answers.append(answer))
+    )
+    store._prefetcher.close()
+    ((position, error),) = answers
+    assert position == 3
+    assert isinstance(error, TransferFailed)
+
+
+def test_after_closing_everything_is_answered(reopened: Any) -> None:
+    """What comes too late is answered at once: nobody waits for a loop that has ended."""
+    store = reopened()
+    prefetcher = store._prefetcher
+    prefetcher.close()
+    prefetcher.close()
+    with pytest.raises(TransferFailed):
+        store.prefetch(prompt_keys(6)).result(WAIT_S)
+    back = in_thread(lambda: bring_back(store, prompt_keys(6)))()
+    assert back.recomputed == list(range(6))
+
+
+def test_closing_waits_for_reads_under_way(reopened: Any, fs: FaultyFileSystem) -> None:
+    """Reads that have begun end before close returns, and their transfers are answered."""
+    store = reopened()
+    gate = fs.hold("read", name=".seg")
+    transfer = store.prefetch(prompt_keys(6))
+    gate.wait_reached()
+    closing = in_thread(store.close)
+    gate.open()
+    closing()
+    assert transfer.done()
