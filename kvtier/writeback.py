@@ -17,7 +17,6 @@ from kvtier.catalog import CopyState
 from kvtier.errors import StoreClosed, StoreFailed
 from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, Record
-from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.device import read_block
 from kvtier.transfer import PutResult, Transfer
 
