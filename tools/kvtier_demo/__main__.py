@@ -15,7 +15,7 @@ THREADS_HELP = "Compute threads. More than the idle cores make every way slower.
 def demo(
     tokens: Annotated[int, typer.Option(help="Length of the document.", min=512)] = 2048,
     questions: Annotated[int, typer.Option(help="Questions to answer.", min=1, max=3)] = 3,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 16,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 24,
     threads: Annotated[int, typer.Option(help=THREADS_HELP, min=1)] = 1,
     json: Annotated[
         str, typer.Option(help="Also write the numbers to this file ('-': standard output).")

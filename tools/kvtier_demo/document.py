@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # chosen among those that a model of 135 M parameters gets right after reading them.
 QUESTIONS = (
     "What are assignment statements used for?",
-    "Which exception is raised if the index is out of range?",
+    "What exception does the assert statement raise?",
     "What does the program print?",
 )
 

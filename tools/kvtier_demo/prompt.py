@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SYSTEM = "You answer questions about a manual, in one short sentence."
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # its own
 
 
 @dataclass(frozen=True, slots=True)

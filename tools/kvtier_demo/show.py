@@ -48,9 +48,9 @@ def print_table(console: Console, settings: Sequence[Setting]) -> None:
         value = setting.to_json()
         counts, predicted = value["blocks"], value["predicted_s"]["planned"]
         console.print(
-            f"  {setting.bytes_per_s / 1e6:5.1f} MB/s: the plan loaded {counts['loaded']:.0f} and "
-            f"recomputed {counts['recomputed']:.0f} blocks; "
-            f"predicted {predicted:.2f} s, took {value['measured_s']['planned']:.2f} s"
+            f"  {setting.bytes_per_s / 1e6:5.1f} MB/s: {counts['loaded']:.0f} blocks loaded, "
+            f"{counts['recomputed']:.0f} recomputed; predicted {predicted:.2f} s, took "
+            f"{value['measured_s']['planned']:.2f} s"
         )
 
 
