@@ -17,7 +17,7 @@ from kvtier.errors import (
 from kvtier.identity import BlockKeys, KVSpec
 from kvtier.layout import BlockLayout
 from kvtier.plan import Residency, RestorePlan, Step, Tier
-from kvtier.planner import plan
+from kvtier.planner import plan, plan_batch
 from kvtier.restore import PENDING, RestoreReport, RestoreSession
 from kvtier.store import Store
 from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open
@@ -54,4 +54,5 @@ __all__ = [
     "UnsupportedModel",
     "open",
     "plan",
+    "plan_batch",
 ]

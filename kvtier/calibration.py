@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
@@ -40,6 +41,8 @@ class CostBook:
         links: Mapping[Tier, LinkThrottle],
     ) -> None:
         self._directory = directory
+        self.age_s: dict[str, float | None] = {"compute": None, "links": None}
+        """How old what was on file is, in seconds; None where nothing was."""
         host = platform.node()
         throttled = ",".join(f"{tier}={link!r}" for tier, link in sorted(links.items()))
         self._keys = {
@@ -51,6 +54,9 @@ class CostBook:
         """Return a profiler that knows what is on file; a fresh one if that cannot be used."""
         kept = self._read()
         record = {kind: kept[kind].get(key) for kind, key in self._keys.items()}
+        for kind, value in record.items():
+            saved = value.get("saved_s") if isinstance(value, dict) else None
+            self.age_s[kind] = max(time.time() - saved, 0.0) if isinstance(saved, float) else None
         try:
             return Profiler.from_record(record)
         except ValueError as error:
@@ -63,7 +69,7 @@ class CostBook:
         for kind, value in profiler.to_record().items():
             records = kept[kind]
             records.pop(self._keys[kind], None)
-            records[self._keys[kind]] = value
+            records[self._keys[kind]] = {**value, "saved_s": time.time()}
             kept[kind] = dict(list(records.items())[-RECORDS_MAX:])
         try:
             self._directory.write_costs(msgpack.packb(kept))

@@ -12,7 +12,7 @@ with a rate that is an exponentially weighted mean over what was seen.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvtier.plan import Tier
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ComputeCost", "CostModel", "LinkCost", "Profiler"]
+__all__ = ["Accuracy", "ComputeCost", "CostModel", "LinkCost", "Profiler"]
 
 TOKEN_SCALE: Final = 256.0  # features are near 1 for a block at the head of a prompt
 POSITION_SCALE: Final = 1024.0
@@ -33,6 +33,9 @@ CALIBRATED_SAMPLES: Final = 2
 DRIFT: Final = np.array([0.005, 0.01, 0.005])  # of each term per step, relative to the largest
 THETA_MAX: Final = 1e6  # seconds; a record with more is not one of ours
 EWMA_WEIGHT: Final = 0.3
+ACCURACY_WEIGHT: Final = 0.1
+INTERFERENCE_WEIGHT: Final = 0.1
+INTERFERENCE_MAX: Final = 4.0
 SECONDS_MIN: Final = 1e-9
 SAMPLES_MAX: Final = 1 << 62
 
@@ -86,21 +89,46 @@ class CostModel:
     compute: ComputeCost = ComputeCost()
     host: LinkCost = ASSUMED[Tier.HOST]
     ssd: LinkCost = ASSUMED[Tier.SSD]
+    interference: float = 0.0
+    """By what share a step takes longer while loads are under way."""
 
     def link(self, tier: Tier) -> LinkCost:
         """Return the link cost of ``tier``."""
         return self.host if tier is Tier.HOST else self.ssd
 
+    def shared(self, *, compute: float = 1.0, links: float = 1.0) -> CostModel:
+        """Return the costs for a request that gets these shares of the device and of the links.
+
+        Shares are in (0, 1]: a quarter of a GPU's token budget makes every step take four times as
+        long, a link shared with three others delivers a quarter.
+        """
+        for name, share in (("compute", compute), ("links", links)):
+            if not 0 < share <= 1:
+                raise ValueError(f"{name}: a share of {share} is not in (0, 1]")
+        return replace(
+            self,
+            compute=replace(
+                self.compute,
+                fixed_s=self.compute.fixed_s / compute,
+                token_s=self.compute.token_s / compute,
+                attention_s=self.compute.attention_s / compute,
+            ),
+            host=replace(self.host, bytes_per_s=self.host.bytes_per_s * links),
+            ssd=replace(self.ssd, bytes_per_s=self.ssd.bytes_per_s * links),
+        )
+
     def block_seconds(
         self, block_tokens: int, start: int, stop: int, step_blocks: int
     ) -> np.ndarray[Any, Any]:
-        """Predict recomputing each of the blocks [start, stop), in steps of ``step_blocks``."""
-        first = np.arange(start, stop, dtype=np.float64) * block_tokens
-        middle = first + (block_tokens - 1) / 2
+        """Predict recomputing each of the blocks [start, stop), in steps of ``step_blocks``.
+
+        While nothing loads; ``interference`` comes on top of that.
+        """
+        middle = np.arange(start, stop) * float(block_tokens) + (block_tokens - 1) / 2
         compute = self.compute
-        return compute.fixed_s / step_blocks + block_tokens * (
-            compute.token_s + compute.attention_s * middle
-        )
+        per_token = compute.token_s + compute.attention_s * middle
+        seconds: np.ndarray[Any, Any] = compute.fixed_s / step_blocks + block_tokens * per_token
+        return seconds
 
 
 @dataclass(slots=True)
@@ -157,11 +185,25 @@ class _Fit:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How far predictions were from what happened, over the last restores (weighted mean).
+
+    ``ratio`` is measured over predicted time, ``error`` the distance of that ratio from 1.
+    """
+
+    restores: int = 0
+    ratio: float = 1.0
+    error: float = 0.0
+
+
 class Profiler:
     """Learns a ``CostModel`` from what was observed; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._interference = 0.0
+        self._accuracy = Accuracy()
         self._fit = _Fit()
         self._links: dict[Tier, LinkCost] = dict(ASSUMED)
 
@@ -169,13 +211,48 @@ class Profiler:
     def costs(self) -> CostModel:
         """The numbers as known now."""
         with self._lock:
-            return CostModel(self._fit.cost(), self._links[Tier.HOST], self._links[Tier.SSD])
+            return CostModel(
+                self._fit.cost(),
+                self._links[Tier.HOST],
+                self._links[Tier.SSD],
+                max(self._interference, 0.0),
+            )
 
-    def computed(self, start: int, tokens: int, seconds: float) -> None:
-        """Learn from one step over positions [start, start + tokens) that took ``seconds``."""
-        if tokens > 0 and 0 < seconds < np.inf:
-            with self._lock:
-                self._fit.add(start, tokens, seconds)
+    @property
+    def accuracy(self) -> Accuracy:
+        """How good predictions have been."""
+        with self._lock:
+            return self._accuracy
+
+    def computed(self, start: int, tokens: int, seconds: float, overlap: float = 0.0) -> None:
+        """Learn from one step over positions [start, start + tokens) that took ``seconds``.
+
+        ``overlap`` is the share of the step during which loads were under way. What such a step
+        takes beyond its prediction is put down to them, slowly; the rest teaches the fit.
+        """
+        if not (tokens > 0 and 0 < seconds < np.inf):
+            return
+        with self._lock:
+            cost = self._fit.cost()
+            if overlap > 0 and cost.known:
+                excess = seconds / max(cost.seconds(start, tokens), SECONDS_MIN) - 1
+                seen = min(excess / overlap, INTERFERENCE_MAX)
+                self._interference += overlap * INTERFERENCE_WEIGHT * (seen - self._interference)
+            # Noise may take the mean below zero, where it stays without effect.
+            self._fit.add(start, tokens, seconds / (1 + overlap * max(self._interference, 0.0)))
+
+    def restored(self, predicted_s: float, measured_s: float) -> None:
+        """Note how long a restore took that was predicted to take ``predicted_s``."""
+        if not (0 < predicted_s < np.inf and 0 < measured_s < np.inf):
+            return
+        with self._lock:
+            old, ratio = self._accuracy, measured_s / predicted_s
+            weight = max(ACCURACY_WEIGHT, 1 / (old.restores + 1))
+            self._accuracy = Accuracy(
+                old.restores + 1,
+                old.ratio + weight * (ratio - old.ratio),
+                old.error + weight * (abs(ratio - 1) - old.error),
+            )
 
     def loaded(self, tier: Tier, nbytes: int, busy_s: float) -> None:
         """Learn from one load of ``nbytes`` that kept its link busy for ``busy_s``."""
@@ -197,6 +274,8 @@ class Profiler:
                     "theta": self._fit.theta.tolist(),
                     "covariance": self._fit.covariance.ravel().tolist(),
                     "samples": self._fit.samples,
+                    "interference": self._interference,
+                    "accuracy": astuple(self._accuracy),
                 },
                 "links": {
                     str(tier): [link.bytes_per_s, link.latency_s, link.samples]
@@ -211,9 +290,12 @@ class Profiler:
         try:
             if record.get("compute"):
                 profiler._fit = _fit(record["compute"])
+                interference = record["compute"].get("interference", 0.0)
+                profiler._interference = _within(interference, INTERFERENCE_MAX, low=-1.0)
+                profiler._accuracy = _accuracy(*record["compute"].get("accuracy", (0, 1.0, 0.0)))
             if record.get("links"):
-                links = record["links"].items()
-                profiler._links |= {Tier(name): _link(*numbers) for name, numbers in links}
+                links = record["links"]
+                profiler._links |= {tier: _link(*links[tier]) for tier in ASSUMED if tier in links}
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a cost record: {error!r}") from error
         return profiler
@@ -231,6 +313,18 @@ def _fit(record: Mapping[str, Any]) -> _Fit:
     if not symmetric or spread.max() > THETA_MAX**2 or spread.min() < -1e-9 * spread.max():
         raise ValueError("not a covariance")
     return _Fit(theta, covariance, samples)
+
+
+def _within(value: float, high: float, *, low: float = 0.0) -> float:
+    if not low <= float(value) <= high:
+        raise ValueError("numbers out of range")
+    return float(value)
+
+
+def _accuracy(restores: int, ratio: float, error: float) -> Accuracy:
+    if not 0 <= int(restores) < SAMPLES_MAX:
+        raise ValueError("numbers out of range")
+    return Accuracy(int(restores), _within(ratio, THETA_MAX), _within(error, THETA_MAX))
 
 
 def _link(bytes_per_s: float, latency_s: float, samples: int) -> LinkCost:

@@ -248,7 +248,8 @@ class _Machine:
         arrivals = self._arrivals(now)
         layout = Layout(
             spans,
-            costs.block_seconds(plan.block_tokens, 0, len(plan.tiers), plan.step_blocks_max),
+            costs.block_seconds(plan.block_tokens, 0, len(plan.tiers), plan.step_blocks_max)
+            * (1 + costs.interference),
             ssd_s=self._late(Tier.SSD, now),
             host_s=self._late(Tier.HOST, now),
             ready_s=[
@@ -305,8 +306,10 @@ class _Machine:
         step = self.state.step
         if step is None:
             return 0.0
-        predicted = self.state.costs.compute.seconds(step.tokens.start, len(step.tokens))
-        return max(self.state.step_started + predicted - now, 0.0)
+        costs = self.state.costs
+        predicted = costs.compute.seconds(step.tokens.start, len(step.tokens))
+        end = self.state.step_started + predicted * (1 + costs.interference)
+        return max(end - now, 0.0)
 
     def _claim_loads(self, share: dict[Tier, int], now: float) -> None:
         """Start as many loads as the links can use; a step never waits for what it could take."""

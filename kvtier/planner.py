@@ -8,6 +8,7 @@ and holes it recomputes the head of the *slow* runs, which the head of the prefi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
@@ -16,12 +17,13 @@ from kvtier.plan import RestorePlan, Tier, Times, runs
 from kvtier.schedule import Choice, Layout, load_order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from kvtier.cost import CostModel
     from kvtier.plan import Residency
 
-__all__ = ["GAIN_MIN", "Way", "plan", "split_one_tier"]
+__all__ = ["GAIN_MIN", "Way", "plan", "plan_batch", "split_one_tier"]
 
 GAIN_MIN: Final = 0.05
 """A hybrid must beat the better single way by this share, or it is not worth its moving parts."""
@@ -75,7 +77,7 @@ def plan(
     if not compute_price >= 0:
         raise ValueError(f"compute_price: {compute_price} is negative")
     layout = _layout(residency, costs, resident, step_blocks_max)
-    choice, reason = _choose(layout, way, compute_price, deadline_s, known=costs.compute.known)
+    choice, everything_s, reason = _choose(layout, costs, way, compute_price, deadline_s)
     recompute = layout.recomputed(choice)
     chosen = set(recompute)
     load = [
@@ -83,6 +85,7 @@ def plan(
         for block in range(resident, n)
         if block not in chosen and residency.tiers[block] is not Tier.DEVICE
     ]
+    load_s = None if layout.counts[None] else layout.seconds(0, 0)
     return RestorePlan(
         namespace=residency.keys.namespace,
         hashes=residency.keys.hashes,
@@ -95,13 +98,70 @@ def plan(
         step_blocks_max=step_blocks_max,
         adaptive=way == "best",
         compute_price=compute_price,
-        predicted=Times(
-            choice.seconds,
-            None if layout.counts[None] else layout.seconds(0, 0),
-            layout.seconds(layout.counts[Tier.SSD], layout.counts[Tier.HOST]),
-        ),
+        predicted=Times(choice.seconds, load_s, everything_s),
         reason=reason,
     )
+
+
+def plan_batch(
+    residencies: Sequence[Residency], costs: CostModel, *, step_blocks_max: int = 1
+) -> list[RestorePlan]:
+    """Decide for several prompts that are wanted at once and share the device and the links.
+
+    One position decides for all of them: the cheapest blocks of the whole batch are recomputed, so
+    that short prompts are recomputed whole and long ones load their tails. The plans keep to their
+    lists (each alone would take the link for its own); ``predicted.planned`` is the batch's time.
+    """
+    pool = sorted(
+        (block, index)
+        for index, residency in enumerate(residencies)
+        for block, tier in enumerate(residency.tiers)
+        if tier in (Tier.SSD, Tier.HOST)
+    )
+    forced = [plan(r, costs, step_blocks_max=step_blocks_max, way="load") for r in residencies]
+    threshold, seconds = _threshold(residencies, pool, forced, costs, step_blocks_max)
+    chosen = set(pool[:threshold])
+    plans = []
+    for index, made in enumerate(forced):
+        mine = {block for block, owner in chosen if owner == index}
+        recompute = sorted({*made.recompute, *mine})
+        load = [block for block in made.load if block not in mine]
+        plans.append(
+            replace(
+                made,
+                recompute=tuple(recompute),
+                load=load_order(made.tiers, load, recompute),
+                predicted=replace(made.predicted, planned=seconds),
+                reason=f"one of {len(forced)} prompts that share compute and links",
+            )
+        )
+    return plans
+
+
+def _threshold(
+    residencies: Sequence[Residency],
+    pool: Sequence[tuple[int, int]],
+    forced: Sequence[RestorePlan],
+    costs: CostModel,
+    step: int,
+) -> tuple[int, float]:
+    """Return how many of ``pool`` are best recomputed, and the batch's time then."""
+    longest = max((len(r.tiers) for r in residencies), default=0)
+    if not longest:
+        return 0, 0.0
+    tokens, nbytes = residencies[0].keys.block_tokens, residencies[0].block_bytes
+    block_s = costs.block_seconds(tokens, 0, longest, step) * (1 + costs.interference)
+    holes = sum(float(block_s[list(made.recompute)].sum()) for made in forced)
+    spent = holes + np.concatenate(([0.0], np.cumsum(block_s[[block for block, _ in pool]])))
+    if not costs.compute.known:
+        return 0, float(spent[0])
+    ssd = np.array([residencies[owner].tiers[block] is Tier.SSD for block, owner in pool])
+    left = np.arange(len(pool), -1, -1)
+    left_ssd = np.concatenate((ssd[::-1].cumsum()[::-1], [0])) if len(pool) else np.zeros(1)
+    links = Layout((), block_s, ssd_s=costs.ssd.seconds(nbytes), host_s=costs.host.seconds(nbytes))
+    times = np.maximum(spent, links.arrival(left_ssd, left - left_ssd))
+    best = int(np.argmin(times))
+    return best, float(times[best])
 
 
 def _layout(residency: Residency, costs: CostModel, resident: int, step: int) -> Layout:
@@ -113,7 +173,8 @@ def _layout(residency: Residency, costs: CostModel, resident: int, step: int) ->
     ]
     return Layout(
         spans,
-        costs.block_seconds(residency.keys.block_tokens, 0, len(tiers), step),
+        costs.block_seconds(residency.keys.block_tokens, 0, len(tiers), step)
+        * (1 + costs.interference),
         ssd_s=costs.ssd.seconds(residency.block_bytes),
         host_s=costs.host.seconds(residency.block_bytes),
         latency_s=costs.ssd.latency_s,
@@ -121,23 +182,29 @@ def _layout(residency: Residency, costs: CostModel, resident: int, step: int) ->
 
 
 def _choose(
-    layout: Layout, way: Way, price: float, deadline_s: float | None, *, known: bool
-) -> tuple[Choice, str]:
-    stored = layout.counts[Tier.SSD] + layout.counts[Tier.HOST]
+    layout: Layout, costs: CostModel, way: Way, compute_price: float, deadline_s: float | None
+) -> tuple[Choice, float, str]:
+    """Return the choice, the time of recomputing everything, and the reason."""
     everything = _choice(layout, layout.counts[Tier.SSD], layout.counts[Tier.HOST])
+    # Nothing loads then, so nothing slows the steps down.
+    everything = replace(everything, seconds=everything.seconds / (1 + costs.interference))
     least = _choice(layout, 0, 0)
+    limits = layout.worth(compute_price)
     if way != "best":
-        return (everything if way == "recompute" else least), f"{way} was asked for"
-    if not stored:
-        return least, "no block is stored" if layout.runs else "the engine holds every block"
-    if not known:
-        return least, "the cost of recomputing is not measured yet, so what is stored is loaded"
-    limits = layout.worth(price)
-    best = layout.best(*limits)
-    if deadline_s is not None and best.seconds < deadline_s:
+        choice, reason = (everything if way == "recompute" else least), f"{way} was asked for"
+    elif not layout.counts[Tier.SSD] + layout.counts[Tier.HOST]:
+        choice = everything
+        reason = "no block is stored" if layout.runs else "the engine holds every block"
+    elif not costs.compute.known:
+        choice = least
+        reason = "the cost of recomputing is not measured yet, so what is stored is loaded"
+    elif deadline_s is not None and (best := layout.best(*limits)).seconds < deadline_s:
+        choice = layout.cheapest(best, deadline_s)
         reason = f"the least compute that ends within {deadline_s:.3f} s"
-        return layout.cheapest(best, deadline_s), reason
-    return _worthwhile(best, least, everything, price if limits != layout.worth(0.0) else 0.0)
+    else:
+        price = compute_price if limits != layout.worth(0.0) else 0.0
+        choice, reason = _worthwhile(layout.best(*limits), least, everything, price)
+    return choice, everything.seconds, reason
 
 
 def _worthwhile(

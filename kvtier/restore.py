@@ -107,6 +107,7 @@ class RestoreSession:
         self._state = begin(plan, profiler.costs, loads_inflight_max=loads_inflight_max)
         self._tickets: dict[int, LoadTicket] = {}
         self._step: Step | None = None
+        self._loading_at_step = False
         self._error: BaseException | None = None
         self._started = 0.0
         self._finished: float | None = None
@@ -147,6 +148,7 @@ class RestoreSession:
                     self._post(Expired(self._clock()))  # cancels what loads and starts no more
                 self._await_copies()
         finally:
+            self._learn()
             self._scope.close()
             self._metrics.add("restores")
             self._metrics.add("recomputed_blocks", self._recomputed)
@@ -191,7 +193,8 @@ class RestoreSession:
                 raise ValueError(f"{step} is not the step that is out ({self._step})")
             now = self._clock()
             spent = now - self._state.step_started if seconds is None else seconds
-            self._profiler.computed(step.tokens.start, len(step.tokens), spent)
+            overlap = (self._loading_at_step + bool(self._tickets)) / 2
+            self._profiler.computed(step.tokens.start, len(step.tokens), spent, overlap)
             self._step = None
             self._recomputed += len(step.blocks)
             self._post(Computed(now))
@@ -208,6 +211,11 @@ class RestoreSession:
                 predicted_s=self.plan.predicted.planned,
                 measured_s=None if self._finished is None else self._finished - self._started,
             )
+
+    def _learn(self) -> None:
+        # Only an undisturbed restore says something about the prediction.
+        if self._finished is not None and not self._failures and not self._state.expired:
+            self._profiler.restored(self.plan.predicted.planned, self._finished - self._started)
 
     # -- inside; everything below holds the condition's lock
 
@@ -226,6 +234,7 @@ class RestoreSession:
             return None
         if self._state.step is not None:
             self._step = self._state.step
+            self._loading_at_step = bool(self._tickets)
             return self._step
         return PENDING
 

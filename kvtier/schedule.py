@@ -130,7 +130,7 @@ class Layout:
             return float(self.closed_form(np.array([ssd]), np.array([host]))[0])
         return self.list_schedule(ssd, host)
 
-    def _arrival(self, ssd: Array, host: Array) -> Array:
+    def arrival(self, ssd: Array, host: Array) -> Array:
         """Return when the first ``ssd`` and ``host`` blocks of a load order are in place.
 
         F = max(latency + ssd * max(s, c) + min(s, c), (ssd + host) * c): the pipeline is bound by
@@ -158,7 +158,7 @@ class Layout:
             else:
                 head = np.minimum(host, length)
                 host = host - head
-            ahead = self._arrival(loaded_ssd, loaded_host)
+            ahead = self.arrival(loaded_ssd, loaded_host)
             waits = np.where(loaded_ssd + loaded_host > 0, np.maximum(ahead, ready_s), ready_s)
             waits = np.where(head > 0, waits, 0.0)
             done = np.maximum(done, waits) + (self._sums[start + head] - self._sums[start])
@@ -168,7 +168,7 @@ class Layout:
                 loaded_host = loaded_host + (length - head)
         under_way = max(self.busy.ssd_s, self.busy.host_s)
         finish: Array = np.maximum(
-            np.maximum(done, under_way), self._arrival(loaded_ssd, loaded_host)
+            np.maximum(done, under_way), self.arrival(loaded_ssd, loaded_host)
         )
         return finish
 

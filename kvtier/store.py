@@ -332,7 +332,11 @@ class Store:
                 "ssd": {**asdict(self._ssd.usage()), "ready": self._catalog.ready(Tier.SSD)},
             },
             "pins": self._catalog.pins(),
-            "costs": asdict(self.costs),
+            "costs": {
+                **asdict(self.costs),
+                "accuracy": asdict(self._profiler.accuracy),
+                "age_s": dict(self._cost_book.age_s),
+            },
         }
 
     def check(self) -> list[str]:

@@ -381,3 +381,52 @@ def test_hostile_numbers_do_not_poison_the_fit(
     record = copy.deepcopy(RECORD)
     record["compute"] = {"theta": theta, "covariance": covariance, "samples": samples}
     check_hostile(record)
+
+
+# -- interference and accuracy
+
+
+def test_what_loads_cost_a_step_is_learned_apart() -> None:
+    """Steps that take half as long again beside loads raise the interference, not the fit."""
+    profiler = Profiler()
+    for start in range(0, 4096, 256):
+        profiler.computed(start, 256, 0.5)
+    alone = profiler.costs.compute.seconds(0, 256)
+    for _ in range(60):
+        profiler.computed(0, 256, 0.75, overlap=1.0)
+    assert profiler.costs.interference == pytest.approx(0.5, abs=0.1)
+    assert profiler.costs.compute.seconds(0, 256) == pytest.approx(alone, rel=0.1)
+
+
+def test_steps_that_loads_do_not_slow_leave_no_interference() -> None:
+    """Noise around the prediction is not taken for interference."""
+    profiler = Profiler()
+    rng = np.random.default_rng(0)
+    for n in range(200):
+        profiler.computed(n % 8 * 256, 256, 0.5 * float(rng.normal(1, 0.05)), overlap=n % 2)
+    assert profiler.costs.interference <= 0.03
+
+
+def test_accuracy_says_how_far_predictions_were_off() -> None:
+    """The mean ratio of measured to predicted time, its distance from 1, and their number."""
+    profiler = Profiler()
+    for _ in range(50):
+        profiler.restored(1.0, 1.2)
+    assert profiler.accuracy.restores == 50
+    assert profiler.accuracy.ratio == pytest.approx(1.2)
+    assert profiler.accuracy.error == pytest.approx(0.2)
+    profiler.restored(0.0, 1.0)
+    profiler.restored(1.0, float("nan"))
+    assert profiler.accuracy.restores == 50
+
+
+def test_interference_and_accuracy_are_kept() -> None:
+    """A record brings both back."""
+    profiler = Profiler()
+    for start in range(0, 2048, 256):
+        profiler.computed(start, 256, 0.5)
+    profiler.computed(0, 256, 1.0, overlap=1.0)
+    profiler.restored(1.0, 1.1)
+    again = Profiler.from_record(profiler.to_record())
+    assert again.costs == profiler.costs
+    assert again.accuracy == profiler.accuracy

@@ -21,6 +21,7 @@ PUBLIC = {
     "RestoreSession", "SpecMismatch", "Step", "Store", "StoreClosed", "StoreConfig", "StoreFailed",
     "StoreLocked", "TensorSlots", "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open",
     "plan",
+    "plan_batch",
 }  # fmt: skip
 
 
