@@ -34,7 +34,8 @@ DRIFT: Final = np.array([0.005, 0.01, 0.005])  # of each term per step, relative
 THETA_MAX: Final = 1e6  # seconds; a record with more is not one of ours
 EWMA_WEIGHT: Final = 0.3
 ACCURACY_WEIGHT: Final = 0.1
-INTERFERENCE_WEIGHT: Final = 0.1
+INTERFERENCE_WEIGHT: Final = 0.2
+OVERLAP_DOUBT: Final = 0.95  # how little a step beside loads says about one without
 INTERFERENCE_MAX: Final = 4.0
 SECONDS_MIN: Final = 1e-9
 SAMPLES_MAX: Final = 1 << 62
@@ -139,7 +140,7 @@ class _Fit:
     covariance: np.ndarray[Any, Any] = field(default_factory=lambda: np.eye(3))
     samples: int = 0
 
-    def add(self, start: int, tokens: int, seconds: float) -> None:
+    def add(self, start: int, tokens: int, seconds: float, trust: float = 1.0) -> None:
         unit = tokens / TOKEN_SCALE
         x = np.array([1.0, unit, unit * (start + (tokens - 1) / 2) / POSITION_SCALE])
         if self.samples == 0:
@@ -148,11 +149,11 @@ class _Fit:
             self.theta = np.array([0.0, seconds / unit, 0.0])
             self.covariance = np.diag(np.array([0.05, 1.0, 0.5]) * seconds / unit) ** 2
         predicted = float(self.theta @ x)
-        weight = 1.0
+        weight = trust
         if self.samples > CALIBRATED_SAMPLES and not (
             1 / OUTLIER_RATIO < seconds / max(predicted, SECONDS_MIN) < OUTLIER_RATIO
         ):
-            weight = OUTLIER_WEIGHT
+            weight *= OUTLIER_WEIGHT
         # The larger of both, or one step that was far too fast would count as very exact.
         noise = (NOISE * max(seconds, predicted)) ** 2 / weight
         spread = self.covariance @ x
@@ -239,7 +240,8 @@ class Profiler:
                 seen = min(excess / overlap, INTERFERENCE_MAX)
                 self._interference += overlap * INTERFERENCE_WEIGHT * (seen - self._interference)
             # Noise may take the mean below zero, where it stays without effect.
-            self._fit.add(start, tokens, seconds / (1 + overlap * max(self._interference, 0.0)))
+            alone = seconds / (1 + overlap * max(self._interference, 0.0))
+            self._fit.add(start, tokens, alone, trust=1 - OVERLAP_DOUBT * overlap)
 
     def restored(self, predicted_s: float, measured_s: float) -> None:
         """Note how long a restore took that was predicted to take ``predicted_s``."""

@@ -93,7 +93,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def test_the_choice_equals_exhaustive_search() -> None:
-    """No set and no order of loads is faster, in 2,000 layouts of all tier orders with holes."""
+    """No set and no order of loads is faster, in 2,000 layouts: all tier orders, with holes."""
     for tiers, costs, ssd_s, host_s, latency_s in cases(2000, seed=20):
         spans = [(tier, block, block + 1) for block, tier in enumerate(tiers) if tier is not DEVICE]
         layout = Layout(spans, np.array(costs), ssd_s=ssd_s, host_s=host_s, latency_s=latency_s)
@@ -110,10 +110,7 @@ def test_long_layouts_are_within_two_percent_of_the_full_grid() -> None:
         while len(tiers) < 160:
             kind = (DEVICE, HOST, SSD, None)[int(rng.choice(4, p=[0.1, 0.4, 0.45, 0.05]))]
             tiers += [kind] * int(rng.integers(1, 40))
-        runs = [
-            (k, [b for b, _ in g]) for k, g in itertools.groupby(enumerate(tiers), lambda x: x[1])
-        ]
-        spans = [(tier, blocks[0], blocks[-1] + 1) for tier, blocks in runs if tier is not DEVICE]
+        spans = [span for span in runs(tiers) if span[0] is not DEVICE]
         ssd_s = float(rng.uniform(0.5, 3.0))
         costs = float(rng.uniform(0.1, 6.0)) * (1 + 0.015 * np.arange(len(tiers)))
         layout = Layout(spans, costs, ssd_s=ssd_s, host_s=ssd_s * float(rng.uniform(0.02, 1.0)))
@@ -184,7 +181,7 @@ def test_a_share_scales_every_cost() -> None:
 
 
 def test_interference_makes_overlap_dearer_but_not_recompute_alone() -> None:
-    """Steps that are slower beside loads: less is recomputed; recompute alone costs the same."""
+    """Steps slower beside loads: less is recomputed, and recompute alone costs the same."""
     quiet = costs_of(1.0, ssd_s=1.0)
     noisy = replace(quiet, interference=1.0)
     a, b = plan(residency_of([SSD] * 32), quiet), plan(residency_of([SSD] * 32), noisy)
