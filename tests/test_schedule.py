@@ -124,7 +124,7 @@ def test_long_layouts_are_within_two_percent_of_the_full_grid() -> None:
 
 
 def test_the_head_of_the_slow_run_is_recomputed() -> None:
-    """Head in host memory, tail on the SSD: the prefix's head gains nothing, the SSD's head does."""
+    """Head in host memory, tail on the SSD: not the prefix's head is recomputed, but the SSD's."""
     costs = costs_of(0.02, rise=0.005, host_s=0.0007, ssd_s=0.005)
     made = plan(residency_of([HOST] * 64 + [SSD] * 64), costs)
     assert made.predicted.load is not None
