@@ -30,6 +30,7 @@ def test_demo_stores_in_one_process_and_restores_in_the_next(tmp_path: Path) -> 
     value = json.loads(out.read_text())
     assert {"name", "commit", "machine", "settings", "ratios", "results"} <= set(value)
     assert [setting["link"] for setting in value["settings"]] == ["equal", "fast", "slow"]
+    assert [layout["tokens_identical"] for layout in value["layouts"]] == [True, True]
     for setting in value["settings"]:
         assert setting["tokens_identical"] is True
         assert set(setting["ttft_s"]) == {"recompute", "load", "planned"}

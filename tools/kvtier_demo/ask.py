@@ -17,8 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import kvtier
 import kvtier_hf
+from kvtier_demo.layouts import Layout, measure_layouts
 from kvtier_demo.prompt import Reader
-from kvtier_demo.show import commit, machine, print_answers, print_table
+from kvtier_demo.show import commit, machine, print_answers, print_layouts, print_table
 
 if TYPE_CHECKING:
     from kvtier import RestorePlan, RestoreReport
@@ -109,7 +110,12 @@ class Setting:
 
 
 def answer(
-    reader: Reader, kv: kvtier_hf.Adapter | None, way: str, ids: torch.Tensor, new_tokens: int
+    reader: Reader,
+    kv: kvtier_hf.Adapter | None,
+    way: str,
+    ids: torch.Tensor,
+    new_tokens: int,
+    plan: RestorePlan | None = None,
 ) -> Answer:
     """Answer one prompt; TTFT runs from the prompt's ids to the first token's logits."""
     first = _FirstToken()
@@ -120,11 +126,11 @@ def answer(
         "attention_mask": torch.ones_like(ids),
     }
     begun = time.perf_counter()
-    plan = report = None
+    report = None
     if kv is not None:
-        store = kv.store
-        residency = store.lookup(store.keys(ids))
-        plan = store.plan(residency, way="load" if way == "load" else "best")
+        if plan is None:
+            residency = kv.store.lookup(kv.store.keys(ids))
+            plan = kv.store.plan(residency, way="load" if way == "load" else "best")
         cache = kv.prefill(ids, plan=plan)
         report = cache.report
         settings["cache"] = cache
@@ -135,8 +141,8 @@ def answer(
 
 def measure(
     reader: Reader, folder: Path, questions: int, new_tokens: int, progress: Progress
-) -> tuple[list[Setting], list[tuple[str, torch.Tensor]]]:
-    """Answer every question in every way over every link."""
+) -> tuple[list[Setting], list[Layout], list[tuple[str, torch.Tensor]]]:
+    """Answer every question in every way over every link, and one in two other layouts."""
     prompts = reader.prompts(questions)
     task = progress.add_task("warming up", total=len(LINKS) * len(WAYS) * len(prompts))
     answer(reader, None, "recompute", prompts[0][1][:, :WARM_UP_TOKENS], 2)
@@ -162,7 +168,13 @@ def measure(
                     mine = None if way == "recompute" else kv
                     setting.answers.append(answer(reader, mine, way, ids, new_tokens))
                     progress.advance(task)
-    return settings, prompts
+    progress.update(task, description="other layouts")
+    _, ids = prompts[0]
+    layouts = measure_layouts(
+        reader, folder, ids, rate,
+        lambda kv, made: answer(reader, kv, "planned", ids, new_tokens, made),
+    )  # fmt: skip
+    return settings, layouts, prompts
 
 
 def main(
@@ -179,13 +191,16 @@ def main(
         reader = Reader.load(tokens, threads, status.update)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        settings, prompts = measure(reader, folder, questions, answer_tokens, progress)
+        settings, layouts, prompts = measure(reader, folder, questions, answer_tokens, progress)
+    same = [setting.identical for setting in settings] + [layout.identical for layout in layouts]
+    identical = all(same)
     print_table(console, settings)
+    print_layouts(console, layouts)
     print_answers(
         console,
         [(question, reader.text(settings[0].of("planned")[i].ids))
          for i, (question, _) in enumerate(prompts)],
-        identical=all(setting.identical for setting in settings),
+        identical=identical,
     )  # fmt: skip
     if json_file:
         value = {
@@ -193,6 +208,7 @@ def main(
             "commit": commit(),
             "machine": machine(threads),
             "settings": [setting.to_json() for setting in settings],
+            "layouts": [layout.to_json() for layout in layouts],
             "ratios": {f"planned_vs_better_{s.name}": s.speed_up for s in settings},
             "results": [
                 {"link": s.name, "way": a.way, "ttft_s": a.ttft_s}
@@ -205,7 +221,7 @@ def main(
             print(text)
         else:
             Path(json_file).write_text(text + "\n", encoding="utf-8")
-    if not all(setting.identical for setting in settings):
+    if not identical:
         raise typer.Exit(1)
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtier_demo.ask import Setting
+    from kvtier_demo.layouts import Layout
 
-__all__ = ["commit", "machine", "print_answers", "print_table"]
+__all__ = ["commit", "machine", "print_answers", "print_layouts", "print_table"]
 
 BAR_WIDTH: Final = 24
 COLOURS: Final = {"recompute": "yellow", "load": "blue", "planned": "green"}
@@ -52,6 +53,21 @@ def print_table(console: Console, settings: Sequence[Setting]) -> None:
             f"{counts['recomputed']:.0f} recomputed; predicted {predicted:.2f} s, took "
             f"{value['measured_s']['planned']:.2f} s"
         )
+
+
+def print_layouts(console: Console, layouts: Sequence[Layout]) -> None:
+    """Print TTFT where no single split of the prefix fits: least recompute, head, plan."""
+    table = Table(title="The same question where blocks lie otherwise (first link)", box=SIMPLE)
+    table.add_column("layout")
+    for name in ("load", "head of prefix", "planned"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("recomputed", no_wrap=True)
+    for layout in layouts:
+        plan = layout.planned.plan
+        blocks = ", ".join(map(str, plan.recompute)) if plan else ""
+        times = [f"{answer.ttft_s:.2f} s" for answer in layout.answers]
+        table.add_row(layout.where, *times, blocks)
+    console.print(table)
 
 
 def print_answers(console: Console, answers: Sequence[tuple[str, str]], *, identical: bool) -> None:
