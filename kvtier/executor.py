@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from kvtier.events import (
 )
 from kvtier.plan import RestorePlan, Step, Tier
 from kvtier.planner import GAIN_MIN
-from kvtier.schedule import Busy, Layout, load_order
+from kvtier.schedule import Busy, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,10 @@ SECONDS_MIN: Final = 1e-9
 COVER_S: Final = 0.02
 """Loads in flight cover this much time, so that a link does not idle between two events; more would
 only claim blocks early that the compute front might reach first."""
+
+
+_TIER_OF: Final[dict[int, Tier | None]] = {0: None, 1: Tier.HOST, 2: Tier.SSD}
+_CLAIMED: Final = 255
 
 
 class BlockState(IntEnum):
@@ -87,6 +91,8 @@ class RestoreState:
     costs: CostModel
     loads_inflight_max: int
     blocks: bytes
+    codes: bytes
+    """Each block's tier, as ``_TIER_OF`` numbers them."""
     front: int
     """Every block before it is PLACED."""
     step: Step | None = None
@@ -125,7 +131,9 @@ def begin(
         blocks[block] = BlockState.LOADABLE
     for block in gone:
         blocks[block] = BlockState.HOLE
-    return RestoreState(plan, costs, loads_inflight_max, bytes(blocks), plan.resident)
+    code_of = {tier: code for code, tier in _TIER_OF.items()}
+    codes = bytes(code_of.get(tier, 0) for tier in plan.tiers)
+    return RestoreState(plan, costs, loads_inflight_max, bytes(blocks), codes, plan.resident)
 
 
 def advance(state: RestoreState, event: Event) -> tuple[RestoreState, tuple[Action, ...]]:
@@ -215,11 +223,8 @@ class _Machine:
         if tier is not None:
             self.link_free[tier] = now + self._inflight(tier) * self._load_s(tier)
 
-    def _where(self, *states: BlockState) -> list[int]:
-        """Return the blocks in any of these states, ascending."""
-        now = np.frombuffer(self.blocks, dtype=np.uint8)
-        found: list[int] = np.flatnonzero(np.isin(now, states)).tolist()
-        return found
+    def _now(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self.blocks, dtype=np.uint8)
 
     def _inflight(self, tier: Tier) -> int:
         tiers = self.state.plan.tiers
@@ -269,16 +274,16 @@ class _Machine:
 
     def _unclaimed(self) -> list[tuple[Tier | None, int, int]]:
         """Return the runs of blocks that are nobody's yet, holes as None."""
-        tiers = self.state.plan.tiers
-        spans: list[tuple[Tier | None, int, int]] = []
-        for block in self._where(BlockState.LOADABLE, BlockState.HOLE):
-            hole = self.blocks[block] == BlockState.HOLE
-            tier = None if hole else tiers[block]
-            if spans and spans[-1][0] is tier and spans[-1][2] == block:
-                spans[-1] = (tier, spans[-1][1], block + 1)
-            else:
-                spans.append((tier, block, block + 1))
-        return spans
+        now = self._now()
+        kinds = np.where(now == BlockState.HOLE, 0, np.frombuffer(self.state.codes, np.uint8))
+        kinds[(now != BlockState.HOLE) & (now != BlockState.LOADABLE)] = _CLAIMED
+        edges = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
+        spans = zip([0, *edges], [*edges, len(kinds)], strict=True)
+        return [
+            (_TIER_OF[int(kinds[start])], start, stop)
+            for start, stop in spans
+            if stop > start and kinds[start] != _CLAIMED
+        ]
 
     def _arrivals(self, now: float) -> dict[int, float]:
         """Return when each load under way will be in place: a tier delivers in order."""
@@ -312,27 +317,35 @@ class _Machine:
         return max(end - now, 0.0)
 
     def _claim_loads(self, share: dict[Tier, int], now: float) -> None:
-        """Start as many loads as the links can use; a step never waits for what it could take."""
-        loadable = self._where(BlockState.LOADABLE)
-        tiers = self.state.plan.tiers
-        keep = {t: [b for b in loadable if tiers[b] is t][:n] for t, n in share.items()}
-        kept = {block for blocks in keep.values() for block in blocks}
-        load = [block for block in loadable if block not in kept]
-        recompute = [*kept, *self._where(BlockState.HOLE)]
-        room = {tier: self._depth(tier) - self._inflight(tier) for tier in (Tier.SSD, Tier.HOST)}
-        if not load or max(room.values()) <= 0:
-            return
-        for block in load_order(tiers, load, recompute):
-            tier = tiers[block]
-            if tier is None:
-                raise ValueError(f"block {block} is in no tier")
-            if room[tier] <= 0:
+        """Start as many loads as the links can use.
+
+        What the compute front must pass comes first, then host memory ascending and the SSD from
+        its tail, as in ``schedule.load_order``.
+        """
+        states, codes = self._now(), np.frombuffer(self.state.codes, np.uint8)
+        mine = {
+            tier: np.flatnonzero((states == BlockState.LOADABLE) & (codes == code))
+            for code, tier in _TIER_OF.items()
+            if tier is not None
+        }
+        recomputed = [np.flatnonzero(states == BlockState.HOLE)]
+        recomputed += [blocks[: share[tier]] for tier, blocks in mine.items()]
+        last = max((int(blocks[-1]) for blocks in recomputed if blocks.size), default=-1)
+        for tier, blocks in mine.items():
+            load = blocks[share[tier] :]
+            room = self._depth(tier) - self._inflight(tier)
+            if room <= 0 or not load.size:
                 continue
-            room[tier] -= 1
-            self.move(block, "load")
-            self.loading.append(block)
-            self.link_free[tier] = max(self.link_free.get(tier, now), now) + self._load_s(tier)
-            self.actions.append(StartLoad(block, tier))
+            ahead, rest = load[load < last], load[load > last]
+            order = np.concatenate((ahead, rest if tier is Tier.HOST else rest[::-1]))
+            for block in order[:room].tolist():
+                self._start_load(block, tier, now)
+
+    def _start_load(self, block: int, tier: Tier, now: float) -> None:
+        self.move(block, "load")
+        self.loading.append(block)
+        self.link_free[tier] = max(self.link_free.get(tier, now), now) + self._load_s(tier)
+        self.actions.append(StartLoad(block, tier))
 
     def _depth(self, tier: Tier) -> int:
         extra = int(COVER_S / max(self._load_s(tier), SECONDS_MIN))

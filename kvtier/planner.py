@@ -77,7 +77,7 @@ def plan(
     if not compute_price >= 0:
         raise ValueError(f"compute_price: {compute_price} is negative")
     layout = _layout(residency, costs, resident, step_blocks_max)
-    choice, everything_s, reason = _choose(layout, costs, way, compute_price, deadline_s)
+    choice, times, reason = _choose(layout, costs, way, compute_price, deadline_s)
     recompute = layout.recomputed(choice)
     chosen = set(recompute)
     load = [
@@ -85,7 +85,6 @@ def plan(
         for block in range(resident, n)
         if block not in chosen and residency.tiers[block] is not Tier.DEVICE
     ]
-    load_s = None if layout.counts[None] else layout.seconds(0, 0)
     return RestorePlan(
         namespace=residency.keys.namespace,
         hashes=residency.keys.hashes,
@@ -98,7 +97,7 @@ def plan(
         step_blocks_max=step_blocks_max,
         adaptive=way == "best",
         compute_price=compute_price,
-        predicted=Times(choice.seconds, load_s, everything_s),
+        predicted=times,
         reason=reason,
     )
 
@@ -183,12 +182,11 @@ def _layout(residency: Residency, costs: CostModel, resident: int, step: int) ->
 
 def _choose(
     layout: Layout, costs: CostModel, way: Way, compute_price: float, deadline_s: float | None
-) -> tuple[Choice, float, str]:
-    """Return the choice, the time of recomputing everything, and the reason."""
-    everything = _choice(layout, layout.counts[Tier.SSD], layout.counts[Tier.HOST])
+) -> tuple[Choice, Times, str]:
+    """Return the choice, the times of all three ways, and the reason."""
+    least, everything = layout.choices((0, 0), (layout.counts[Tier.SSD], layout.counts[Tier.HOST]))
     # Nothing loads then, so nothing slows the steps down.
     everything = replace(everything, seconds=everything.seconds / (1 + costs.interference))
-    least = _choice(layout, 0, 0)
     limits = layout.worth(compute_price)
     if way != "best":
         choice, reason = (everything if way == "recompute" else least), f"{way} was asked for"
@@ -204,7 +202,8 @@ def _choose(
     else:
         price = compute_price if limits != layout.worth(0.0) else 0.0
         choice, reason = _worthwhile(layout.best(*limits), least, everything, price)
-    return choice, everything.seconds, reason
+    load_s = None if layout.counts[None] else least.seconds
+    return choice, Times(choice.seconds, load_s, everything.seconds), reason
 
 
 def _worthwhile(
@@ -220,7 +219,3 @@ def _worthwhile(
         return everything, f"loading a tail as well would gain under {GAIN_MIN:.0%}"
     gain = min(least.seconds, everything.seconds) / best.seconds
     return best, f"{gain:.2f}x faster than the better single way"
-
-
-def _choice(layout: Layout, ssd: int, host: int) -> Choice:
-    return Choice(ssd, host, layout.seconds(ssd, host))

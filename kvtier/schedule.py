@@ -35,7 +35,7 @@ beyond, what one block's granularity can cost is below 2 %."""
 GRID_POINTS: Final = 2048
 """Choices evaluated at once; more are searched from coarse to fine."""
 
-REFINE_STEPS: Final = 4
+REFINE_STEPS: Final = 2
 """How many coarse steps around the best choice are looked at again."""
 
 Run = tuple[Tier | None, int, int]
@@ -124,11 +124,12 @@ class Layout:
 
     # -- how long
 
-    def seconds(self, ssd: int, host: int) -> float:
-        """Return the time of a choice: by list schedule if blocks are few, else closed form."""
-        if sum(self.counts.values()) > EXACT_BLOCKS_MAX:
-            return float(self.closed_form(np.array([ssd]), np.array([host]))[0])
-        return self.list_schedule(ssd, host)
+    def choices(self, *counts: tuple[int, int]) -> list[Choice]:
+        """Return choices with their times: list schedules if blocks are few, else closed form."""
+        if sum(self.counts.values()) <= EXACT_BLOCKS_MAX:
+            return [Choice(ssd, host, self.list_schedule(ssd, host)) for ssd, host in counts]
+        times = self.closed_form(*np.array(counts).T)
+        return [Choice(*pair, float(t)) for pair, t in zip(counts, times, strict=True)]
 
     def arrival(self, ssd: Array, host: Array) -> Array:
         """Return when the first ``ssd`` and ``host`` blocks of a load order are in place.
@@ -139,7 +140,8 @@ class Layout:
         s, c, busy = self._ssd_s, self._host_s, self.busy
         first = busy.ssd_s + self._latency_s + min(s, c)
         read = np.where(ssd > 0, first + ssd * max(s, c), 0.0)
-        arrival: Array = np.maximum(read, busy.host_s + (ssd + host) * c)
+        copied = np.where(ssd + host > 0, busy.host_s + (ssd + host) * c, 0.0)
+        arrival: Array = np.maximum(read, copied)
         return arrival
 
     def closed_form(self, ssd: Array, host: Array) -> Array:
@@ -147,6 +149,7 @@ class Layout:
         done = np.full(ssd.shape, self.busy.compute_s)
         loaded_ssd = np.zeros_like(ssd)
         loaded_host = np.zeros_like(host)
+        anything = False  # whether a run so far may have loaded blocks
         for (tier, start, stop), ready_s in zip(self.runs, self._ready_s, strict=True):
             length = stop - start
             head: Array
@@ -158,10 +161,11 @@ class Layout:
             else:
                 head = np.minimum(host, length)
                 host = host - head
-            ahead = self.arrival(loaded_ssd, loaded_host)
-            waits = np.where(loaded_ssd + loaded_host > 0, np.maximum(ahead, ready_s), ready_s)
-            waits = np.where(head > 0, waits, 0.0)
-            done = np.maximum(done, waits) + (self._sums[start + head] - self._sums[start])
+            if anything or ready_s:
+                waits = np.maximum(self.arrival(loaded_ssd, loaded_host), ready_s)
+                done = np.where(head > 0, np.maximum(done, waits), done)
+            done = done + (self._sums[start + head] - self._sums[start])
+            anything = anything or tier is not None
             if tier is Tier.SSD:
                 loaded_ssd = loaded_ssd + (length - head)
             elif tier is Tier.HOST:
@@ -242,7 +246,7 @@ class Layout:
         times = self.closed_form(ssd, np.full(len(ssd), choice.host))
         met = np.flatnonzero(times <= deadline_s)
         least = int(met[0]) if met.size else choice.ssd
-        return Choice(least, choice.host, self.seconds(least, choice.host))
+        return self.choices((least, choice.host))[0]
 
     def best(self, ssd_max: int | None = None, host_max: int | None = None) -> Choice:
         """Return the fastest choice that recomputes at most so many blocks of each tier."""
