@@ -69,10 +69,14 @@ def load_order(
     from the tail, so that whatever is late lies next to the front, which can still recompute it.
     """
     last = max(recompute, default=-1)
-    ahead = [block for block in sorted(load) if block < last]
-    rest = [block for block in sorted(load) if block > last]
-    host = [block for block in rest if tiers[block] is Tier.HOST]
-    tail = [block for block in rest if tiers[block] is not Tier.HOST]
+    ahead, host, tail = [], [], []
+    for block in sorted(load):
+        if block < last:
+            ahead.append(block)
+        elif tiers[block] is Tier.HOST:
+            host.append(block)
+        else:
+            tail.append(block)
     return (*ahead, *host, *reversed(tail))
 
 
@@ -272,13 +276,15 @@ class Layout:
         while True:
             steps = _steps(high[0] - low[0], high[1] - low[1])
             axes = [
-                np.union1d(np.arange(a, b + 1, step), [b])
+                np.append(np.arange(a, b, step), b)
                 for a, b, step in zip(low, high, steps, strict=True)
             ]
-            ssd, host = (grid.ravel() for grid in np.meshgrid(*axes, indexing="ij"))
+            ssd = np.repeat(axes[0], len(axes[1]))
+            host = np.tile(axes[1], len(axes[0]))
             times = self.closed_form(ssd, host)
             # Of equal times the one that recomputes least.
-            at = int(np.lexsort((ssd + host, times))[0])
+            equal = np.flatnonzero(times == times.min())
+            at = int(equal[np.argmin(ssd[equal] + host[equal])])
             found = (int(ssd[at]), int(host[at]))
             if steps == (1, 1):
                 return Choice(*found, float(times[at]))
