@@ -118,17 +118,21 @@ class CostModel:
             ssd=replace(self.ssd, bytes_per_s=self.ssd.bytes_per_s * links),
         )
 
-    def block_seconds(
-        self, block_tokens: int, start: int, stop: int, step_blocks: int
-    ) -> np.ndarray[Any, Any]:
-        """Predict recomputing each of the blocks [start, stop), in steps of ``step_blocks``.
+    def load_seconds(self, tier: Tier, nbytes: int) -> float:
+        """Predict how long one transfer of ``nbytes`` keeps the link of ``tier``."""
+        link = self.link(tier)
+        return link.latency_s + link.seconds(nbytes)
+
+    def block_seconds(self, block_tokens: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Predict recomputing each of the blocks [start, stop), the fixed cost of steps left out.
 
         While nothing loads; ``interference`` comes on top of that.
         """
         middle = np.arange(start, stop) * float(block_tokens) + (block_tokens - 1) / 2
         compute = self.compute
-        per_token = compute.token_s + compute.attention_s * middle
-        seconds: np.ndarray[Any, Any] = compute.fixed_s / step_blocks + block_tokens * per_token
+        seconds: np.ndarray[Any, Any] = block_tokens * (
+            compute.token_s + compute.attention_s * middle
+        )
         return seconds
 
 

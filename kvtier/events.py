@@ -22,6 +22,7 @@ __all__ = [
     "Recosted",
     "StartLoad",
     "StartStep",
+    "Woke",
 ]
 
 
@@ -41,9 +42,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The step that was out is done."""
+    """The step that was out is done; ``seconds`` if its time is known better than by ``now``."""
 
     now: float
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,14 @@ class Recosted:
     now: float
 
 
-Event = Begin | Asked | Computed | Loaded | NotLoaded | Expired | Recosted
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The time that the machine asked to be woken at has come."""
+
+    now: float
+
+
+Event = Begin | Asked | Computed | Loaded | NotLoaded | Expired | Recosted | Woke
 
 
 @dataclass(frozen=True, slots=True)

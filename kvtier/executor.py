@@ -16,9 +16,8 @@ No clock, no I/O: events carry the time. ``RestoreSession`` drives it in process
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -36,14 +35,10 @@ from kvtier.events import (
     StartLoad,
     StartStep,
 )
-from kvtier.plan import RestorePlan, Step, Tier
+from kvtier.outlook import Outlook
+from kvtier.plan import Step, Tier
 from kvtier.planner import GAIN_MIN
-from kvtier.schedule import Busy, Layout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtier.cost import CostModel
+from kvtier.state import TIER_OF, BlockState, RestoreState, begin
 
 __all__ = ["BlockState", "RestoreState", "advance", "begin"]
 
@@ -52,22 +47,6 @@ SECONDS_MIN: Final = 1e-9
 COVER_S: Final = 0.02
 """Loads in flight cover this much time, so that a link does not idle between two events; more would
 only claim blocks early that the compute front might reach first."""
-
-
-_TIER_OF: Final[dict[int, Tier | None]] = {0: None, 1: Tier.HOST, 2: Tier.SSD}
-_CLAIMED: Final = 255
-
-
-class BlockState(IntEnum):
-    """What is being done about one block."""
-
-    LOADABLE = 0
-    HOLE = 1
-    LOADING = 2
-    LEAVING = 3
-    COMPUTING = 4
-    PLACED = 5
-
 
 _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
     (BlockState.LOADABLE, "load"): BlockState.LOADING,
@@ -81,59 +60,6 @@ _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
     (BlockState.LEAVING, "not loaded"): BlockState.HOLE,
     (BlockState.COMPUTING, "computed"): BlockState.PLACED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreState:
-    """Everything the machine knows. ``blocks`` holds one ``BlockState`` per byte."""
-
-    plan: RestorePlan
-    costs: CostModel
-    loads_inflight_max: int
-    blocks: bytes
-    codes: bytes
-    """Each block's tier, as ``_TIER_OF`` numbers them."""
-    front: int
-    """Every block before it is PLACED."""
-    step: Step | None = None
-    step_started: float = 0.0
-    started: bool = False
-    expired: bool = False
-    idle: bool = False
-    """The compute side has asked and waits for an answer."""
-    loading: tuple[int, ...] = ()
-    """The loads under way, in the order in which they started."""
-    link_free: tuple[tuple[Tier, float], ...] = ()
-    """When each link is expected to have delivered what it has in flight."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether every block is in place."""
-        return self.front == len(self.blocks)
-
-    def count(self, state: BlockState) -> int:
-        """Return how many blocks are in ``state``."""
-        return self.blocks.count(state)
-
-
-def begin(
-    plan: RestorePlan, costs: CostModel, *, loads_inflight_max: int, gone: Sequence[int] = ()
-) -> RestoreState:
-    """Return the first state. ``gone`` are blocks that the plan loads and the store lost since."""
-    blocks = bytearray([BlockState.HOLE]) * len(plan.hashes)
-    blocks[: plan.resident] = bytes([BlockState.PLACED]) * plan.resident
-    loadable = (
-        [b for b in range(plan.resident, len(blocks)) if plan.tiers[b] in (Tier.HOST, Tier.SSD)]
-        if plan.adaptive
-        else plan.load
-    )
-    for block in loadable:
-        blocks[block] = BlockState.LOADABLE
-    for block in gone:
-        blocks[block] = BlockState.HOLE
-    code_of = {tier: code for code, tier in _TIER_OF.items()}
-    codes = bytes(code_of.get(tier, 0) for tier in plan.tiers)
-    return RestoreState(plan, costs, loads_inflight_max, bytes(blocks), codes, plan.resident)
 
 
 def advance(state: RestoreState, event: Event) -> tuple[RestoreState, tuple[Action, ...]]:
@@ -155,18 +81,20 @@ class _Machine:
         self.loading = list(state.loading)
         self.link_free = dict(state.link_free)
 
-    def result(self) -> tuple[RestoreState, tuple[Action, ...]]:
+    def snapshot(self) -> RestoreState:
         front = self.state.front
         while front < len(self.blocks) and self.blocks[front] == BlockState.PLACED:
             front += 1
-        state = replace(
+        return replace(
             self.state,
             blocks=bytes(self.blocks),
             front=front,
             loading=tuple(self.loading),
             link_free=tuple(self.link_free.items()),
         )
-        return state, tuple(self.actions)
+
+    def result(self) -> tuple[RestoreState, tuple[Action, ...]]:
+        return self.snapshot(), tuple(self.actions)
 
     def move(self, block: int, what: str) -> None:
         if not 0 <= block < len(self.blocks):
@@ -187,8 +115,8 @@ class _Machine:
                 if self.state.step is not None:
                     raise ValueError("the last step is not computed yet")
                 self.state = replace(self.state, idle=True)
-            case Computed():
-                self._computed()
+            case Computed(now, seconds):
+                self._computed(now - self.state.step_started if seconds is None else seconds)
             case Loaded(block, now):
                 self.move(block, "loaded")
                 self._link_progress(block, now)
@@ -200,13 +128,16 @@ class _Machine:
                 self._give_up()
             case Recosted(costs):
                 self.state = replace(self.state, costs=costs)
+            # Woke only brings the time.
 
-    def _computed(self) -> None:
-        if self.state.step is None:
+    def _computed(self, seconds: float) -> None:
+        step = self.state.step
+        if step is None:
             raise ValueError("no step is out")
-        for block in self.state.step.blocks:
+        for block in step.blocks:
             self.move(block, "computed")
-        self.state = replace(self.state, step=None)
+        last = (step.tokens.start, len(step.tokens), seconds)
+        self.state = replace(self.state, step=None, last_step=last)
 
     def _give_up(self) -> None:
         for block, now in enumerate(self.blocks):
@@ -221,149 +152,72 @@ class _Machine:
         self.loading.remove(block)
         tier = self.state.plan.tiers[block]
         if tier is not None:
-            self.link_free[tier] = now + self._inflight(tier) * self._load_s(tier)
-
-    def _now(self) -> np.ndarray[Any, Any]:
-        return np.frombuffer(self.blocks, dtype=np.uint8)
-
-    def _inflight(self, tier: Tier) -> int:
-        tiers = self.state.plan.tiers
-        return sum(tiers[block] is tier for block in self.loading)
-
-    def _load_s(self, tier: Tier) -> float:
-        return self.state.costs.link(tier).seconds(self.state.plan.block_bytes)
+            plan = self.state.plan
+            left = sum(plan.tiers[other] is tier for other in self.loading)
+            load_s = self.state.costs.load_seconds(tier, plan.block_bytes)
+            self.link_free[tier] = now + left * load_s
 
     def decide(self, now: float) -> None:
         """Start loads on the load side of the split, and answer a compute side that waits."""
-        share = self._share(now)
+        self.state = replace(self.snapshot(), wake_at=None)
+        outlook = Outlook(self.state, now)
+        share = outlook.share()
         if not self.state.expired:
-            self._claim_loads(share, now)
-        if self.state.idle:
-            self._offer_step(share, now)
+            self._claim_loads(share, outlook, now)
+        if self.state.idle and not self._offer_step(share, now):
+            self._take_back(now)
 
-    def _share(self, now: float) -> dict[Tier, int]:
-        """Return how many of each tier's earliest unclaimed blocks go to the compute side."""
-        plan, costs = self.state.plan, self.state.costs
-        nothing = {Tier.SSD: 0, Tier.HOST: 0}
-        if not plan.adaptive or not costs.compute.known:
-            return nothing
-        spans = self._unclaimed()
-        if all(tier is None for tier, _, _ in spans):
-            return nothing
-        arrivals = self._arrivals(now)
-        layout = Layout(
-            spans,
-            costs.block_seconds(plan.block_tokens, 0, len(plan.tiers), plan.step_blocks_max)
-            * (1 + costs.interference),
-            ssd_s=self._late(Tier.SSD, now),
-            host_s=self._late(Tier.HOST, now),
-            ready_s=[
-                max((when for block, when in arrivals.items() if block < start), default=0.0)
-                for _, start, _ in spans
-            ],
-            busy=Busy(
-                self._compute_busy(now), *(self._busy(t, now) for t in (Tier.SSD, Tier.HOST))
-            ),
-        )
-        choice = layout.estimate(layout.worth(plan.compute_price))
-        zero = np.zeros(1, dtype=np.int64)
-        load_only = float(layout.closed_form(zero, zero)[0])
-        if load_only - choice.seconds < GAIN_MIN * load_only:
-            return nothing
-        return {Tier.SSD: choice.ssd, Tier.HOST: choice.host}
-
-    def _unclaimed(self) -> list[tuple[Tier | None, int, int]]:
-        """Return the runs of blocks that are nobody's yet, holes as None."""
-        now = self._now()
-        kinds = np.where(now == BlockState.HOLE, 0, np.frombuffer(self.state.codes, np.uint8))
-        kinds[(now != BlockState.HOLE) & (now != BlockState.LOADABLE)] = _CLAIMED
-        edges = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
-        spans = zip([0, *edges], [*edges, len(kinds)], strict=True)
-        return [
-            (_TIER_OF[int(kinds[start])], start, stop)
-            for start, stop in spans
-            if stop > start and kinds[start] != _CLAIMED
-        ]
-
-    def _arrivals(self, now: float) -> dict[int, float]:
-        """Return when each load under way will be in place: a tier delivers in order."""
-        tiers = self.state.plan.tiers
-        after = {Tier.SSD: 0, Tier.HOST: 0}
-        arrivals = {}
-        for block in reversed(self.loading):
-            tier = tiers[block]
-            if tier in after:
-                late = self._busy(tier, now) - after[tier] * self._load_s(tier)
-                arrivals[block] = max(late, 0.0)
-                after[tier] += 1
-        return arrivals
-
-    def _late(self, tier: Tier, now: float) -> float:
-        # A load that is overdue already took at least that long: the rest will not be faster.
-        free = self.link_free.get(tier, now)
-        overdue = now - free if now > free and self._inflight(tier) else 0.0
-        return self._load_s(tier) + overdue
-
-    def _busy(self, tier: Tier, now: float) -> float:
-        return max(self.link_free.get(tier, now) - now, 0.0)
-
-    def _compute_busy(self, now: float) -> float:
-        step = self.state.step
-        if step is None:
-            return 0.0
-        costs = self.state.costs
-        predicted = costs.compute.seconds(step.tokens.start, len(step.tokens))
-        end = self.state.step_started + predicted * (1 + costs.interference)
-        return max(end - now, 0.0)
-
-    def _claim_loads(self, share: dict[Tier, int], now: float) -> None:
+    def _claim_loads(self, share: dict[Tier, int], outlook: Outlook, now: float) -> None:
         """Start as many loads as the links can use.
 
         What the compute front must pass comes first, then host memory ascending and the SSD from
         its tail, as in ``schedule.load_order``.
         """
-        states, codes = self._now(), np.frombuffer(self.state.codes, np.uint8)
+        states = np.frombuffer(self.state.blocks, np.uint8)
+        codes = np.frombuffer(self.state.codes, np.uint8)
         mine = {
             tier: np.flatnonzero((states == BlockState.LOADABLE) & (codes == code))
-            for code, tier in _TIER_OF.items()
+            for code, tier in TIER_OF.items()
             if tier is not None
         }
         recomputed = [np.flatnonzero(states == BlockState.HOLE)]
         recomputed += [blocks[: share[tier]] for tier, blocks in mine.items()]
         last = max((int(blocks[-1]) for blocks in recomputed if blocks.size), default=-1)
-        for tier, blocks in mine.items():
-            load = blocks[share[tier] :]
-            room = self._depth(tier) - self._inflight(tier)
+        loads = {tier: blocks[share[tier] :] for tier, blocks in mine.items()}
+        # What the SSD has read is copied after the host copies in flight: few, while both go on.
+        both = all(load.size for load in loads.values())
+        for tier, load in loads.items():
+            depth = self._depth(outlook.load_s(tier))
+            if both and tier is Tier.HOST:
+                depth = min(depth, LOADS_INFLIGHT_MIN)
+            room = depth - outlook.inflight(tier)
             if room <= 0 or not load.size:
                 continue
             ahead, rest = load[load < last], load[load > last]
             order = np.concatenate((ahead, rest if tier is Tier.HOST else rest[::-1]))
             for block in order[:room].tolist():
-                self._start_load(block, tier, now)
+                self.move(block, "load")
+                self.loading.append(block)
+                free = max(self.link_free.get(tier, now), now)
+                self.link_free[tier] = free + outlook.load_s(tier)
+                self.actions.append(StartLoad(block, tier))
 
-    def _start_load(self, block: int, tier: Tier, now: float) -> None:
-        self.move(block, "load")
-        self.loading.append(block)
-        self.link_free[tier] = max(self.link_free.get(tier, now), now) + self._load_s(tier)
-        self.actions.append(StartLoad(block, tier))
-
-    def _depth(self, tier: Tier) -> int:
-        extra = int(COVER_S / max(self._load_s(tier), SECONDS_MIN))
+    def _depth(self, load_s: float) -> int:
+        extra = int(COVER_S / max(load_s, SECONDS_MIN))
         return min(self.state.loads_inflight_max, LOADS_INFLIGHT_MIN + extra)
 
-    def _offer_step(self, share: dict[Tier, int], now: float) -> None:
+    def _offer_step(self, share: dict[Tier, int], now: float) -> bool:
         """Hand out a step if the block at the front is the compute side's to take."""
         front = self.state.front
-        while front < len(self.blocks) and self.blocks[front] == BlockState.PLACED:
-            front += 1
         stop = self._step_stop(front, dict(share))
         if stop == front:
-            return
+            return False
         for block in range(front, stop):
             self.move(block, "compute")
         step = Step(front, stop, self.state.plan.block_tokens)
         self.state = replace(self.state, step=step, step_started=now, idle=False)
         self.actions.append(StartStep(step))
+        return True
 
     def _step_stop(self, front: int, share: dict[Tier, int]) -> int:
         plan = self.state.plan
@@ -377,3 +231,31 @@ class _Machine:
                 break
             stop += 1
         return stop
+
+    def _take_back(self, now: float) -> None:
+        """Cancel the load at the front if recomputing its block would end clearly before it.
+
+        The compute side waits for it and has nothing else to do. If it is not late enough yet, the
+        machine asks to be woken when it would be.
+        """
+        state = self.snapshot()
+        front = state.front
+        if (
+            not state.plan.adaptive
+            or not state.costs.compute.known
+            or front == len(state.blocks)
+            or state.blocks[front] != BlockState.LOADING
+        ):
+            return
+        outlook = Outlook(state, now)
+        arrival = outlook.arrivals()[front]
+        tokens = state.plan.block_tokens
+        compute_s = outlook.compute_s(front * tokens, tokens)
+        tier = state.plan.tiers[front]
+        if tier is None or compute_s * state.plan.compute_price > outlook.load_s(tier):
+            return
+        if compute_s < (1 - GAIN_MIN) * arrival:
+            self.move(front, "cancel")
+            self.actions.append(CancelLoad(front))
+        else:
+            self.state = replace(self.state, wake_at=now + max(arrival, 0.0) + compute_s)

@@ -181,9 +181,10 @@ def _verify(plan: RestorePlan) -> None:
 
 def _verify_tiling(plan: RestorePlan) -> None:
     n = len(plan.hashes)
-    # Sizes first: a range is only made once it is known to be no longer than what was given.
-    tiled = n == len(plan.tiers) and n - plan.resident == len(plan.recompute) + len(plan.load)
-    if not tiled or sorted([*plan.recompute, *plan.load]) != list(range(plan.resident, n)):
+    if n != len(plan.tiers) or not plan.resident <= n:
+        raise ValueError("tiers and hashes differ in number")
+    wanted = [b for b in range(plan.resident, n) if plan.tiers[b] is not Tier.DEVICE]
+    if sorted([*plan.recompute, *plan.load]) != wanted:
         raise ValueError("recompute and load do not tile the prefix")
     if any(plan.tiers[block] is None for block in plan.load):
         raise ValueError("a missing block is to be loaded")

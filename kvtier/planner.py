@@ -149,7 +149,9 @@ def _threshold(
     if not longest:
         return 0, 0.0
     tokens, nbytes = residencies[0].keys.block_tokens, residencies[0].block_bytes
-    block_s = costs.block_seconds(tokens, 0, longest, step) * (1 + costs.interference)
+    # Prompts of a batch share their steps, so each block bears its share of a full one.
+    block_s = costs.block_seconds(tokens, 0, longest) + costs.compute.fixed_s / step
+    block_s = block_s * (1 + costs.interference)
     holes = sum(float(block_s[list(made.recompute)].sum()) for made in forced)
     spent = holes + np.concatenate(([0.0], np.cumsum(block_s[[block for block, _ in pool]])))
     if not costs.compute.known:
@@ -157,7 +159,8 @@ def _threshold(
     ssd = np.array([residencies[owner].tiers[block] is Tier.SSD for block, owner in pool])
     left = np.arange(len(pool), -1, -1)
     left_ssd = np.concatenate((ssd[::-1].cumsum()[::-1], [0])) if len(pool) else np.zeros(1)
-    links = Layout((), block_s, ssd_s=costs.ssd.seconds(nbytes), host_s=costs.host.seconds(nbytes))
+    ssd_s, host_s = (costs.load_seconds(tier, nbytes) for tier in (Tier.SSD, Tier.HOST))
+    links = Layout((), block_s, ssd_s=ssd_s, host_s=host_s)
     times = np.maximum(spent, links.arrival(left_ssd, left - left_ssd))
     best = int(np.argmin(times))
     return best, float(times[best])
@@ -170,13 +173,14 @@ def _layout(residency: Residency, costs: CostModel, resident: int, step: int) ->
         for tier, start, stop in runs(tiers)
         if stop > resident and tier is not Tier.DEVICE
     ]
+    slowed = 1 + costs.interference
     return Layout(
         spans,
-        costs.block_seconds(residency.keys.block_tokens, 0, len(tiers), step)
-        * (1 + costs.interference),
-        ssd_s=costs.ssd.seconds(residency.block_bytes),
-        host_s=costs.host.seconds(residency.block_bytes),
-        latency_s=costs.ssd.latency_s,
+        costs.block_seconds(residency.keys.block_tokens, 0, len(tiers)) * slowed,
+        step_s=costs.compute.fixed_s * slowed,
+        step_blocks=step,
+        ssd_s=costs.load_seconds(Tier.SSD, residency.block_bytes),
+        host_s=costs.load_seconds(Tier.HOST, residency.block_bytes),
     )
 
 

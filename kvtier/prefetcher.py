@@ -155,7 +155,7 @@ class Prefetcher:
         drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         try:
             drained.result(JOIN_S_MAX)
-        except (TimeoutError, concurrent.futures.TimeoutError):
+        except TimeoutError:
             drained.cancel()
         self._read_lane.shutdown(wait=True, cancel_futures=True)
         self._copy_lane.shutdown(wait=True, cancel_futures=True)
@@ -171,23 +171,22 @@ class Prefetcher:
     # -- on the loop
 
     async def _load(self, ticket: LoadTicket) -> None:
-        submitted = self._loop.time()
         claimed = False
         error: BaseException | None = TransferFailed(f"block {ticket.block} is gone")
         try:
-            row = await self._fetch(ticket.block)
+            row, source = await self._fetch(ticket.block)
             if row is None:
                 return
             try:
-                if ticket.tier is Tier.HOST:
-                    await self._throttle(Tier.HOST)
+                await self._throttle(Tier.HOST)  # the copy link, whatever tier it came from
                 claimed = ticket.claim()
                 if claimed:
                     error = await self._into_slot(ticket, row)
             finally:
                 self._mover.unpin_host(row)
             if error is None:
-                self._observe(ticket.tier, submitted)
+                self._metrics.add(f"loaded_blocks_{source}")
+                self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
         except BaseException as failure:
             error = failure
             raise
@@ -199,22 +198,22 @@ class Prefetcher:
     async def _into_slot(self, ticket: LoadTicket, row: int) -> Exception | None:
         """Copy a pinned host copy into its slot; returns what the engine's slots raised."""
         payload = self._mover.payload(row)
+        submitted = self._loop.time()
         try:
             await self._write_block(
                 ticket.slots, ticket.position, payload, executor=self._copy_lane
             )
+            self._observe(Tier.HOST, submitted)
         except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
             return error
         return None
 
     def _observe(self, tier: Tier, submitted: float) -> None:
+        """Learn a link's rate from one transfer: the time it had the link for itself."""
         now = self._loop.time()
         previous = self._last_done[tier]
         self._last_done[tier] = now
-        busy = now - max(submitted, previous)
-        self._profiler.loaded(tier, self._block_bytes, busy)
-        self._metrics.add(f"loaded_blocks_{tier}")
-        self._metrics.add(f"loaded_bytes_{tier}", self._block_bytes)
+        self._profiler.loaded(tier, self._block_bytes, now - max(submitted, previous))
 
     async def _throttle(self, tier: Tier) -> None:
         link = self._links.get(tier)
@@ -241,23 +240,26 @@ class Prefetcher:
 
     async def _promote(self, block: BlockId) -> bool:
         # Unpinned at once: many prefetches must not hold all slots while they wait for more.
-        row = await self._fetch(block)
+        row, _ = await self._fetch(block)
         if row is not None:
             self._mover.unpin_host(row)
         return row is not None
 
-    async def _fetch(self, block: BlockId) -> int | None:
-        """Bring a block into host memory, if it is not there, and pin it: its row, or None."""
+    async def _fetch(self, block: BlockId) -> tuple[int | None, Tier]:
+        """Bring a block into host memory, if it is not there, and pin it.
+
+        Returns its row, or None if it is gone, and the tier that it came from.
+        """
         read = self._reads.get(block)
         if read is None:
             with self._catalog.changed:
                 row = self._catalog.find(block)
                 if row is None:
-                    return None
+                    return None, Tier.SSD
                 if self._catalog.pin(row, Tier.HOST):
-                    return row
+                    return row, Tier.HOST
                 if not self._may_read(row):
-                    return None
+                    return None, Tier.SSD
                 self._catalog.begin(block, Tier.HOST, "load")
             read = _Read(row, self._loop.create_task(self._read(row)))
             self._reads[block] = read
@@ -266,11 +268,11 @@ class Prefetcher:
         result = await asyncio.shield(read.task)
         read.waiters -= 1
         if result is not ReadResult.OK:
-            return None
+            return None, Tier.SSD
         # The read left one pin: the last waiter takes it over, the others take their own first.
         if read.waiters:
             self._catalog.pin(read.row, Tier.HOST)
-        return read.row
+        return read.row, Tier.SSD
 
     def _may_read(self, row: int) -> bool:
         """Pin the SSD copy for a read, if there is one and nobody is filling the host copy."""
@@ -279,10 +281,12 @@ class Prefetcher:
 
     async def _read(self, row: int) -> ReadResult:
         try:
-            link = self._links.get(Tier.SSD)
-            arrival = link.reserve(self._loop.time(), self._block_bytes) if link else 0.0
+            link, submitted = self._links.get(Tier.SSD), self._loop.time()
+            arrival = link.reserve(submitted, self._block_bytes) if link else 0.0
             result: ReadResult = await self._load_block(row, executor=self._read_lane)
             await self._until(arrival)
+            if result is ReadResult.OK:
+                self._observe(Tier.SSD, submitted)
             return result
         finally:
             self._catalog.unpin(row, Tier.SSD)

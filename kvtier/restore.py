@@ -22,6 +22,7 @@ from kvtier.events import (
     Recosted,
     StartLoad,
     StartStep,
+    Woke,
 )
 from kvtier.executor import advance, begin
 from kvtier.prefetcher import LoadTicket
@@ -167,9 +168,12 @@ class RestoreSession:
                 answer = self._answer()
                 if answer != PENDING:
                     return answer
-                left = deadline - self._clock()
-                if left > 0:
-                    self._changed.wait(left)
+                now = self._clock()
+                left, wake_at = deadline - now, self._state.wake_at
+                if wake_at is not None and wake_at <= now:
+                    self._post(Woke(now))
+                elif left > 0:
+                    self._changed.wait(left if wake_at is None else min(left, wake_at - now))
                 elif not self._state.expired:
                     log.warning("restore: %.1f s passed; the rest is recomputed", timeout)
                     self._post(Expired(self._clock()))
@@ -181,6 +185,9 @@ class RestoreSession:
         """Like ``next_step``, but never waits: a step, ``PENDING``, or None."""
         with self._changed:
             self._ask()
+            now, wake_at = self._clock(), self._state.wake_at
+            if wake_at is not None and wake_at <= now:
+                self._post(Woke(now))
             return self._answer()
 
     def computed(self, step: Step, seconds: float | None = None) -> None:
@@ -197,7 +204,7 @@ class RestoreSession:
             self._profiler.computed(step.tokens.start, len(step.tokens), spent, overlap)
             self._step = None
             self._recomputed += len(step.blocks)
-            self._post(Computed(now))
+            self._post(Computed(now, spent))
 
     @property
     def report(self) -> RestoreReport:

@@ -84,8 +84,9 @@ class Layout:
     """The blocks still to be brought into place, and what each way costs.
 
     ``runs`` are maximal runs (tier, start, stop) of blocks that are to be loaded or recomputed, in
-    order; blocks outside of them are in place or on their way. ``compute_s`` is the cost per block;
-    ``ready_s`` says per run when what is on its way before it will be in place.
+    order; blocks outside of them are in place or on their way. ``compute_s`` is the cost per block,
+    to which every step of up to ``step_blocks`` blocks adds ``step_s``. ``ready_s`` says per run
+    when what is on its way before it will be in place.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Layout:
         ssd_s: float,
         host_s: float,
         latency_s: float = 0.0,
+        step_s: float = 0.0,
+        step_blocks: int = 1,
         busy: Busy | None = None,
         ready_s: Sequence[float] | None = None,
     ) -> None:
@@ -107,6 +110,8 @@ class Layout:
         self._ssd_s = ssd_s
         self._host_s = host_s
         self._latency_s = latency_s
+        self._step_s = step_s
+        self._step_blocks = step_blocks
         self.counts = {
             tier: sum(stop - start for t, start, stop in runs if t is tier)
             for tier in (Tier.SSD, Tier.HOST, None)
@@ -169,6 +174,8 @@ class Layout:
                 waits = np.maximum(self.arrival(loaded_ssd, loaded_host), ready_s)
                 done = np.where(head > 0, np.maximum(done, waits), done)
             done = done + (self._sums[start + head] - self._sums[start])
+            if self._step_s:
+                done = done - (-head // self._step_blocks) * self._step_s
             anything = anything or tier is not None
             if tier is Tier.SSD:
                 loaded_ssd = loaded_ssd + (length - head)
@@ -202,12 +209,16 @@ class Layout:
             for (_, start, stop), ready_s in zip(self.runs, self._ready_s, strict=True)
             for block in range(start, stop)
         }
-        present, upto = 0.0, 0
+        present, upto, inside = 0.0, -1, 0
         for block in recompute:
-            for before in range(upto, block):
+            for before in range(max(upto, 0), block):
                 present = max(present, arrival.get(before, 0.0))
-            upto = block
-            done = max(done, present, ready[block]) + float(self._compute_s[block])
+            waits = max(present, ready[block])
+            # A step goes on while its blocks adjoin and nothing has to be waited for.
+            if block != upto or inside == self._step_blocks or waits > done:
+                done, inside = max(done, waits) + self._step_s, 0
+            upto, inside = block + 1, inside + 1
+            done += float(self._compute_s[block])
         loaded = max(arrival.values(), default=max(self.busy.ssd_s, self.busy.host_s))
         return max(done, loaded)
 
@@ -240,6 +251,7 @@ class Layout:
         counts = []
         for tier, load_s in ((Tier.SSD, self._ssd_s), (Tier.HOST, self._host_s)):
             compute_s = self._compute_s[self.blocks(tier)] if price > 0 else np.zeros(0)
+            compute_s = compute_s + self._step_s / self._step_blocks
             dear = np.flatnonzero(compute_s * price > load_s)
             counts.append(int(dear[0]) if dear.size else self.counts[tier])
         return counts[0], counts[1]

@@ -62,13 +62,12 @@ def test_seconds_of_a_step_is_the_sum_over_its_tokens() -> None:
     assert whole == pytest.approx(sum(cost.seconds(s, 16) - 0.5 for s in range(0, 64, 16)))
 
 
-def test_block_seconds_are_steps_of_one_block() -> None:
-    """Per-block predictions agree with steps, the fixed part shared by the blocks of a step."""
-    model = CostModel(ComputeCost(0.5, 0.01, 0.001, 3))
-    ones = model.block_seconds(16, 2, 6, 1)
-    assert ones.tolist() == pytest.approx([model.compute.seconds(b * 16, 16) for b in range(2, 6)])
-    fours = model.block_seconds(16, 4, 8, 4)
-    assert float(fours.sum()) == pytest.approx(model.compute.seconds(64, 64))
+def test_block_seconds_are_steps_without_their_fixed_cost() -> None:
+    """A block costs what a step of it alone costs, less what every step costs."""
+    model = CostModel(ComputeCost(0.5, 0.001, 1e-6, samples=5))
+    blocks = model.block_seconds(16, 2, 6)
+    for index, seconds in enumerate(blocks):
+        assert seconds == pytest.approx(model.compute.seconds((2 + index) * 16, 16) - 0.5)
 
 
 def test_links() -> None:

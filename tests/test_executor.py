@@ -29,6 +29,7 @@ from kvtier.events import (
     Recosted,
     StartLoad,
     StartStep,
+    Woke,
 )
 from kvtier.executor import BlockState, RestoreState, advance, begin
 
@@ -128,6 +129,7 @@ class Engine:
         self.busy: dict[Tier, float] = {}
         self.writing: set[int] = set()  # blocks whose load may write
         self.submitted: dict[int, float] = {}
+        self.arriving: int | None = None
         self.last_done: dict[Tier, float] = {}
 
     def later(self, when: float, event: Event | Read) -> None:
@@ -153,6 +155,8 @@ class Engine:
                 self.computed += before.step.blocks
         self.state, actions = advance(before, event)
         self.check(before)
+        if self.state.wake_at is not None:
+            self.later(self.state.wake_at, Woke(self.state.wake_at))
         for action in actions:
             match action:
                 case StartLoad(block, tier):
@@ -192,7 +196,7 @@ class Engine:
 
     def cancel(self, block: int) -> None:
         """Stop a load unless its bytes are on their way into the slot already."""
-        if self.stoppable(block):
+        if self.stoppable(block) and block != self.arriving:
             self.queue = [item for item in self.queue if getattr(item[2], "block", None) != block]
             heapq.heapify(self.queue)
             self.later(self.now, NotLoaded(block, self.now))
@@ -240,7 +244,12 @@ class Engine:
 
     def happen(self, event: Event | Read) -> None:
         """Let the world, and then the machine, see one event."""
+        # A load that answers cannot be cancelled any more.
+        answers = isinstance(event, (Loaded, NotLoaded))
+        self.arriving = event.block if answers else None  # type: ignore[union-attr]
         match event:
+            case Woke() if self.state.wake_at != event.now:
+                return  # something changed the machine's mind since
             case Read(block):
                 self.copy(block)
                 return

@@ -63,13 +63,14 @@ def schedule(tiers: Sequence[Tier | None], costs: CostModel, made: RestorePlan) 
         pending.remove(ready[0])
         copied += costs.host.seconds(BLOCK_BYTES)
         arrival[ready[0][0]] = copied
-    done = 0.0
+    done, step = 0.0, 0
     for block in made.recompute:
         start = max([done, *arrival[:block]])
-        tokens = block * BLOCK_TOKENS
-        # A block computed within a step carries its share of the step's fixed cost.
-        share = costs.compute.fixed_s * (1 - 1 / made.step_blocks_max)
-        done = start + costs.compute.seconds(tokens, BLOCK_TOKENS) - share
+        # A step goes on with the next block, up to its limit, unless that one has to wait.
+        goes_on = block - 1 in made.recompute and 0 < step < made.step_blocks_max and start <= done
+        step = step + 1 if goes_on else 1
+        fixed = costs.compute.fixed_s if goes_on else 0.0
+        done = start + costs.compute.seconds(block * BLOCK_TOKENS, BLOCK_TOKENS) - fixed
     return max([done, *arrival])
 
 
@@ -245,7 +246,7 @@ def test_more_bandwidth_never_recomputes_more(
 def test_one_tier_is_split_exactly(n: int, costs: CostModel) -> None:
     """On one tier no other head would have been faster, beyond the minimum gain."""
     made = plan(residency_of([SSD] * n), costs)
-    seconds = costs.block_seconds(BLOCK_TOKENS, 0, n, 1)
+    seconds = costs.block_seconds(BLOCK_TOKENS, 0, n) + costs.compute.fixed_s
     load, copy = costs.ssd.seconds(BLOCK_BYTES), costs.host.seconds(BLOCK_BYTES)
 
     def loaded(blocks: int) -> float:

@@ -11,6 +11,7 @@ from support import (
     WAIT_S,
     FaultyFileSystem,
     bring_back,
+    filled_slots,
     flip,
     in_thread,
     poisoned_slots,
@@ -256,3 +257,18 @@ def test_closing_waits_for_reads_under_way(reopened: Any, fs: FaultyFileSystem) 
     gate.open()
     closing()
     assert transfer.done()
+
+
+def test_a_rate_is_learned_once_per_transfer(reopened: Any) -> None:
+    """What other tiers or other waiters brought is not put down to the SSD: one sample per read."""
+    store = reopened(host_bytes="1MiB")
+    keys = prompt_keys(4)
+    before = store.costs
+    plans = [store.plan(store.lookup(keys), way="load") for _ in range(2)]
+    slots = [filled_slots(keys) for _ in range(2)]
+    with store.restore(plans[0], into=slots[0]) as a, store.restore(plans[1], into=slots[1]) as b:
+        assert a.next_step(WAIT_S) is None
+        assert b.next_step(WAIT_S) is None
+    reads = store.stats()["counters"]["ssd_read_blocks"]
+    assert store.costs.ssd.samples - before.ssd.samples == reads
+    assert store.costs.host.samples - before.host.samples == 8

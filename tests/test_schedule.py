@@ -152,7 +152,7 @@ def test_a_block_is_recomputed_only_while_it_is_worth_its_price() -> None:
     """Each recomputed block costs at most its load over the price."""
     costs = costs_of(0.5, rise=0.1, ssd_s=1.0)
     made = plan(residency_of([SSD] * 32), costs, compute_price=1.0)
-    seconds = costs.block_seconds(BLOCK_TOKENS, 0, 32, 1)
+    seconds = costs.block_seconds(BLOCK_TOKENS, 0, 32) + costs.compute.fixed_s
     assert made.recompute
     assert all(seconds[block] <= costs.ssd.seconds(BLOCK_BYTES) for block in made.recompute)
 
@@ -199,7 +199,7 @@ def test_a_batch_is_never_slower_than_any_splits_of_its_prompts() -> None:
         lengths = [int(n) for n in rng.integers(1, 7, 3)]
         costs = costs_of(1.0, rise=0.25, ssd_s=float(rng.uniform(0.4, 4.0)))
         plans = plan_batch([residency_of([SSD] * n) for n in lengths], costs)
-        seconds = costs.block_seconds(BLOCK_TOKENS, 0, 8, 1)
+        seconds = costs.block_seconds(BLOCK_TOKENS, 0, 8) + costs.compute.fixed_s
         load = costs.ssd.seconds(BLOCK_BYTES)
         best = min(
             max(

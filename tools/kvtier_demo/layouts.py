@@ -126,7 +126,7 @@ def _head_of_prefix(store: Store, made: RestorePlan) -> RestorePlan:
     """Return the best plan that recomputes the first k blocks of the prefix and loads the rest."""
     holes = [block for block, tier in enumerate(made.tiers) if tier is None]
     costs = store.costs
-    step = costs.block_seconds(made.block_tokens, 0, len(made.tiers), made.step_blocks_max)
+    step = costs.block_seconds(made.block_tokens, 0, len(made.tiers)) + costs.compute.fixed_s
     load_s = {
         tier: costs.link(tier).seconds(made.block_bytes)
         for tier in (kvtier.Tier.HOST, kvtier.Tier.SSD)

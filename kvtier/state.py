@@ -1,0 +1,90 @@
+"""What the restore machine knows, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+from kvtier.plan import RestorePlan, Step, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.cost import CostModel
+
+__all__ = ["TIER_OF", "BlockState", "RestoreState", "begin"]
+
+TIER_OF: Final[dict[int, Tier | None]] = {0: None, 1: Tier.HOST, 2: Tier.SSD}
+"""The tiers that loads come from, by the number that stands for them in ``RestoreState.codes``."""
+
+
+class BlockState(IntEnum):
+    """What is being done about one block."""
+
+    LOADABLE = 0
+    HOLE = 1
+    LOADING = 2
+    LEAVING = 3
+    COMPUTING = 4
+    PLACED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreState:
+    """Everything the machine knows. ``blocks`` holds one ``BlockState`` per byte."""
+
+    plan: RestorePlan
+    costs: CostModel
+    loads_inflight_max: int
+    blocks: bytes
+    codes: bytes
+    """Each block's tier, as ``TIER_OF`` numbers them."""
+    front: int
+    """Every block before it is PLACED."""
+    step: Step | None = None
+    step_started: float = 0.0
+    last_step: tuple[int, int, float] | None = None
+    """The last step computed: first token, tokens, seconds."""
+    started: bool = False
+    expired: bool = False
+    idle: bool = False
+    """The compute side has asked and waits for an answer."""
+    loading: tuple[int, ...] = ()
+    """The loads under way, in the order in which they started."""
+    link_free: tuple[tuple[Tier, float], ...] = ()
+    """When each link is expected to have delivered what it has in flight."""
+    wake_at: float | None = None
+    """When the machine wants to be woken, if nothing else happens before."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every block is in place."""
+        return self.front == len(self.blocks)
+
+    def count(self, state: BlockState) -> int:
+        """Return how many blocks are in ``state``."""
+        return self.blocks.count(state)
+
+
+def begin(
+    plan: RestorePlan, costs: CostModel, *, loads_inflight_max: int, gone: Sequence[int] = ()
+) -> RestoreState:
+    """Return the first state. ``gone`` are blocks that the plan loads and the store lost since."""
+    blocks = bytearray([BlockState.HOLE]) * len(plan.hashes)
+    blocks[: plan.resident] = bytes([BlockState.PLACED]) * plan.resident
+    loadable = (
+        [b for b in range(plan.resident, len(blocks)) if plan.tiers[b] in (Tier.HOST, Tier.SSD)]
+        if plan.adaptive
+        else plan.load
+    )
+    for block in loadable:
+        blocks[block] = BlockState.LOADABLE
+    for block, tier in enumerate(plan.tiers):
+        if tier is Tier.DEVICE:
+            blocks[block] = BlockState.PLACED
+    for block in gone:
+        blocks[block] = BlockState.HOLE
+    code_of = {tier: code for code, tier in TIER_OF.items()}
+    codes = bytes(code_of.get(tier, 0) for tier in plan.tiers)
+    return RestoreState(plan, costs, loads_inflight_max, bytes(blocks), codes, plan.resident)
