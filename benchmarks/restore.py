@@ -393,12 +393,12 @@ def better(stock: Sequence[Trial], load: Sequence[Trial]) -> Sequence[Trial]:
 
 def equal(bench: Bench, subject: Subject, blocks: int, bar: Bar) -> None:
     """Compare with the better single way where loading and recomputing take equally long."""
-    with bench.progress(f"SmolLM2, {blocks} blocks", 2 + 4 * bench.options.pairs) as tick:
+    with bench.progress(f"SmolLM2, {blocks} blocks", 4 + 4 * bench.options.pairs) as tick:
         spent = []
-        for _ in range(2):
+        for _ in range(4):  # the first one warms up, or the link would be set too slow
             spent.append(measure(partial(subject.stock, blocks)).seconds)
             tick()
-        rate = subject.rate(blocks, statistics.fmean(spent))
+        rate = subject.rate(blocks, statistics.median(spent[1:]))
 
         def over(way: Way) -> Trial:
             return subject.restore(blocks, kvtier.LinkThrottle(rate), way)

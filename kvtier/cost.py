@@ -29,6 +29,7 @@ POSITION_SCALE: Final = 1024.0
 NOISE: Final = 0.05  # relative spread of a step's time that the fit takes for granted
 OUTLIER_RATIO: Final = 3.0  # a step this far off its prediction counts a tenth
 OUTLIER_WEIGHT: Final = 0.1
+OUTLIERS_MAX: Final = 3
 CALIBRATED_SAMPLES: Final = 2
 DRIFT: Final = np.array([0.005, 0.01, 0.005])  # of each term per step, relative to the largest
 THETA_MAX: Final = 1e6  # seconds; a record with more is not one of ours
@@ -143,6 +144,8 @@ class _Fit:
     theta: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
     covariance: np.ndarray[Any, Any] = field(default_factory=lambda: np.eye(3))
     samples: int = 0
+    outliers: int = 0
+    """How many steps in a row were far slower than predicted; negative: far faster."""
 
     def add(self, start: int, tokens: int, seconds: float, trust: float = 1.0) -> None:
         unit = tokens / TOKEN_SCALE
@@ -154,16 +157,30 @@ class _Fit:
             self.covariance = np.diag(np.array([0.05, 1.0, 0.5]) * seconds / unit) ** 2
         predicted = float(self.theta @ x)
         weight = trust
-        if self.samples > CALIBRATED_SAMPLES and not (
-            1 / OUTLIER_RATIO < seconds / max(predicted, SECONDS_MIN) < OUTLIER_RATIO
-        ):
+        ratio = seconds / max(predicted, SECONDS_MIN)
+        if self.samples > CALIBRATED_SAMPLES and not 1 / OUTLIER_RATIO < ratio < OUTLIER_RATIO:
             weight *= OUTLIER_WEIGHT
+            side = 1 if ratio > 1 else -1
+            self.outliers = self.outliers + side if self.outliers * side > 0 else side
+            if abs(self.outliers) == OUTLIERS_MAX:
+                self._change_pace(ratio)
+                return
+        else:
+            self.outliers = 0
         # The larger of both, or one step that was far too fast would count as very exact.
         noise = (NOISE * max(seconds, predicted)) ** 2 / weight
         spread = self.covariance @ x
         gain = spread / (noise + float(x @ spread))
         self.theta = self.theta + gain * (seconds - predicted)
         self.covariance = self._drifted(self.covariance - np.outer(gain, spread))
+        self.samples += 1
+
+    def _change_pace(self, ratio: float) -> None:
+        # So many in a row are no outliers: the device has another pace, in all its terms.
+        ratio = min(ratio, THETA_MAX / max(float(np.abs(self.theta).max()), SECONDS_MIN))
+        self.theta = self.theta * ratio
+        self.covariance = self._drifted(self.covariance * ratio**2)
+        self.outliers = 0
         self.samples += 1
 
     def _drifted(self, covariance: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -280,6 +297,7 @@ class Profiler:
                     "theta": self._fit.theta.tolist(),
                     "covariance": self._fit.covariance.ravel().tolist(),
                     "samples": self._fit.samples,
+                    "outliers": self._fit.outliers,
                     "interference": self._interference,
                     "accuracy": astuple(self._accuracy),
                 },
@@ -318,7 +336,10 @@ def _fit(record: Mapping[str, Any]) -> _Fit:
     symmetric = np.allclose(covariance, covariance.T, rtol=1e-6, atol=0)
     if not symmetric or spread.max() > THETA_MAX**2 or spread.min() < -1e-9 * spread.max():
         raise ValueError("not a covariance")
-    return _Fit(theta, covariance, samples)
+    outliers = int(record.get("outliers", 0))
+    if abs(outliers) >= OUTLIERS_MAX:
+        raise ValueError("numbers out of range")
+    return _Fit(theta, covariance, samples, outliers)
 
 
 def _within(value: float, high: float, *, low: float = 0.0) -> float:

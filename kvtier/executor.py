@@ -225,7 +225,7 @@ class _Machine:
         stop = front
         while stop < min(len(self.blocks), front + limit):
             tier = plan.tiers[stop]
-            if self.blocks[stop] == BlockState.LOADABLE and tier is not None and share[tier] > 0:
+            if self.blocks[stop] == BlockState.LOADABLE and tier and share.get(tier, 0) > 0:
                 share[tier] -= 1
             elif self.blocks[stop] != BlockState.HOLE:
                 break
@@ -233,29 +233,28 @@ class _Machine:
         return stop
 
     def _take_back(self, now: float) -> None:
-        """Cancel the load at the front if recomputing its block would end clearly before it.
+        """Let an idle compute side have the block at the front, if that ends before its load.
 
-        The compute side waits for it and has nothing else to do. If it is not late enough yet, the
-        machine asks to be woken when it would be.
+        A load under way is cancelled, one that has not begun is not. If the load is not late enough
+        yet, the machine asks to be woken when it would be.
         """
         state = self.snapshot()
-        front = state.front
-        if (
-            not state.plan.adaptive
-            or not state.costs.compute.known
-            or front == len(state.blocks)
-            or state.blocks[front] != BlockState.LOADING
-        ):
+        plan, front = state.plan, state.front
+        if not plan.adaptive or not state.costs.compute.known or front == len(state.blocks):
+            return
+        tier = plan.tiers[front]
+        if tier is None or state.blocks[front] not in (BlockState.LOADING, BlockState.LOADABLE):
             return
         outlook = Outlook(state, now)
-        arrival = outlook.arrivals()[front]
-        tokens = state.plan.block_tokens
-        compute_s = outlook.compute_s(front * tokens, tokens)
-        tier = state.plan.tiers[front]
-        if tier is None or compute_s * state.plan.compute_price > outlook.load_s(tier):
+        load_s = outlook.load_s(tier)
+        compute_s = outlook.compute_s(front * plan.block_tokens, plan.block_tokens)
+        if compute_s * plan.compute_price > load_s:
             return
-        if compute_s < (1 - GAIN_MIN) * arrival:
+        arrival = outlook.arrivals().get(front, outlook.busy(tier) + load_s)
+        if compute_s >= (1 - GAIN_MIN) * arrival:
+            self.state = replace(self.state, wake_at=now + arrival + compute_s)
+        elif state.blocks[front] == BlockState.LOADING:
             self.move(front, "cancel")
             self.actions.append(CancelLoad(front))
         else:
-            self.state = replace(self.state, wake_at=now + max(arrival, 0.0) + compute_s)
+            self._offer_step({tier: 1}, now)

@@ -59,13 +59,13 @@ class Outlook:
             costs.block_seconds(plan.block_tokens, 0, len(plan.tiers)) * slowed,
             step_s=costs.compute.fixed_s * slowed,
             step_blocks=plan.step_blocks_max,
-            ssd_s=self.load_s(Tier.SSD) + self._overdue(Tier.SSD),
-            host_s=self.load_s(Tier.HOST) + self._overdue(Tier.HOST),
+            ssd_s=self.load_s(Tier.SSD),
+            host_s=self.load_s(Tier.HOST),
             ready_s=[
                 max((when for block, when in arrivals.items() if block < start), default=0.0)
                 for _, start, _ in spans
             ],
-            busy=Busy(self._compute_busy(), self._busy(Tier.SSD), self._busy(Tier.HOST)),
+            busy=Busy(self._compute_busy(), self.busy(Tier.SSD), self.busy(Tier.HOST)),
         )
         choice = layout.estimate(layout.worth(plan.compute_price))
         zero = np.zeros(1, dtype=np.int64)
@@ -81,7 +81,7 @@ class Outlook:
         for block in reversed(self._state.loading):
             tier = self._state.plan.tiers[block]
             if tier in after:
-                arrivals[block] = max(self._busy(tier) - after[tier] * self.load_s(tier), 0.0)
+                arrivals[block] = max(self.busy(tier) - after[tier] * self.load_s(tier), 0.0)
                 after[tier] += 1
         return arrivals
 
@@ -104,13 +104,12 @@ class Outlook:
             if stop > start and kinds[start] != _CLAIMED
         ]
 
-    def _overdue(self, tier: Tier) -> float:
-        free = self._link_free.get(tier, self._now)
-        return max(self._now - free, 0.0) if self.inflight(tier) else 0.0
-
-    def _busy(self, tier: Tier) -> float:
+    def busy(self, tier: Tier) -> float:
+        """Return when the link of this tier has delivered what it has in flight."""
         left = self._link_free.get(tier, self._now) - self._now
-        return left if left > 0 else self._overdue(tier)
+        if left < 0:  # overdue, if something is under way at all
+            return -left if self.inflight(tier) else 0.0
+        return left
 
     def _compute_busy(self) -> float:
         step = self._state.step

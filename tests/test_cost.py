@@ -429,3 +429,21 @@ def test_interference_and_accuracy_are_kept() -> None:
     again = Profiler.from_record(profiler.to_record())
     assert again.costs == profiler.costs
     assert again.accuracy == profiler.accuracy
+
+
+@pytest.mark.parametrize("factor", [0.05, 10.0, 70.0])
+def test_a_pace_that_changes_for_good_is_believed_after_three_steps(factor: float) -> None:
+    """One or two steps far off are outliers; a third in a row is what steps cost from now on."""
+    profiler = Profiler()
+    truth = ComputeCost(0.0, 1e-4, 1e-8, samples=9)
+    for start in range(0, 8192, 256):
+        profiler.computed(start, 256, truth.seconds(start, 256))
+    for count in range(3):
+        before = profiler.costs.compute.seconds(1024, 256)
+        assert before == pytest.approx(truth.seconds(1024, 256), rel=0.5), count
+        profiler.computed(1024, 256, factor * truth.seconds(1024, 256))
+    after = profiler.costs.compute
+    for start in (0, 1024, 8192):
+        assert after.seconds(start, 256) == pytest.approx(
+            factor * truth.seconds(start, 256), rel=0.5
+        )
