@@ -44,6 +44,7 @@ __all__ = ["BlockState", "RestoreState", "advance", "begin"]
 
 LOADS_INFLIGHT_MIN: Final = 2
 SECONDS_MIN: Final = 1e-9
+WAKE_S_MIN: Final = 0.005
 COVER_S: Final = 0.02
 """Loads in flight cover this much time, so that a link does not idle between two events; more would
 only claim blocks early that the compute front might reach first."""
@@ -252,7 +253,8 @@ class _Machine:
             return
         arrival = outlook.arrivals().get(front, outlook.busy(tier) + load_s)
         if compute_s >= (1 - GAIN_MIN) * arrival:
-            self.state = replace(self.state, wake_at=now + arrival + compute_s)
+            later = max(arrival + compute_s, WAKE_S_MIN)
+            self.state = replace(self.state, wake_at=now + later)
         elif state.blocks[front] == BlockState.LOADING:
             self.move(front, "cancel")
             self.actions.append(CancelLoad(front))

@@ -109,6 +109,7 @@ class RestoreSession:
         self._tickets: dict[int, LoadTicket] = {}
         self._step: Step | None = None
         self._loading_at_step = False
+        self._handed_out = 0.0
         self._error: BaseException | None = None
         self._started = 0.0
         self._finished: float | None = None
@@ -199,7 +200,7 @@ class RestoreSession:
             if step != self._step:
                 raise ValueError(f"{step} is not the step that is out ({self._step})")
             now = self._clock()
-            spent = now - self._state.step_started if seconds is None else seconds
+            spent = now - self._handed_out if seconds is None else seconds
             overlap = (self._loading_at_step + bool(self._tickets)) / 2
             self._profiler.computed(step.tokens.start, len(step.tokens), spent, overlap)
             self._step = None
@@ -242,6 +243,7 @@ class RestoreSession:
         if self._state.step is not None:
             self._step = self._state.step
             self._loading_at_step = bool(self._tickets)
+            self._handed_out = self._clock()
             return self._step
         return PENDING
 

@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# Two cores shared by everybody: examples are bounded by number, never by time.
-settings.register_profile(
-    "kvtier",
-    deadline=None,
-    max_examples=50,
-    suppress_health_check=[
+# Examples are bounded by number, never by time. The usual profile draws the same ones every time,
+# so that a red build is about the change; --hypothesis-profile=explore looks for new ones.
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [
         HealthCheck.too_slow,
         HealthCheck.function_scoped_fixture,
         HealthCheck.differing_executors,  # a contract's tests run in every class that inherits it
     ],
-)
-settings.load_profile("kvtier")
+}
+settings.register_profile("usual", max_examples=50, derandomize=True, **COMMON)
+settings.register_profile("explore", max_examples=300, **COMMON)
+settings.load_profile("usual")
 
 
 @pytest.fixture(autouse=True)
