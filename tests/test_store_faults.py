@@ -167,7 +167,7 @@ def test_a_lost_index_is_rebuilt(damaged: dict[Any, Any], how: str) -> None:
 
 
 @pytest.mark.xfail(
-    strict=True,
+    strict=False,  # which pages LMDB trips over depends on its version
     reason="LMDB aborts on some damaged pages: the index is not yet read by another process first",
 )
 def test_flipped_bytes_of_the_index_are_never_wrong_bytes(open_store: Open) -> None:
