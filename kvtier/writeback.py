@@ -308,9 +308,7 @@ class Writeback:
         records = [block.record for _, block in new]
         self._make_room(records[0], len(records))
         payloads = [self._mover.payload(block.row) for _, block in new]
-        errors = self._ssd.write_errors
-        placed = self._ssd.write(records, payloads)
-        self._metrics.add("ssd_write_errors", self._ssd.write_errors - errors)
+        placed = self._write_records(records, payloads)
         for (job, block), where in zip(new, placed, strict=True):
             if where is None:
                 self._catalog.end(block.row, Tier.SSD, "abort")
@@ -319,6 +317,21 @@ class Writeback:
                 self._metrics.add("ssd_written_blocks")
                 self._metrics.add("ssd_written_bytes", where.slot_bytes)
             self._written(job, block, durable=where is not None)
+
+    def _write_records(
+        self, records: Sequence[Record], payloads: Sequence[memoryview]
+    ) -> list[Location | None]:
+        errors = self._ssd.write_errors
+        placed = self._ssd.write(records, payloads)
+        left = [index for index, where in enumerate(placed) if where is None]
+        if left and self._ssd.write_errors == errors:
+            # The index grew meanwhile and took the room of fresh slots: evicted ones are enough.
+            self._evict(len(left), self._ssd.slot_bytes(records[0]))
+            again = self._ssd.write([records[i] for i in left], [payloads[i] for i in left])
+            for index, where in zip(left, again, strict=True):
+                placed[index] = where
+        self._metrics.add("ssd_write_errors", self._ssd.write_errors - errors)
+        return placed
 
     def _written(self, job: PutJob, block: PutBlock, *, durable: bool) -> None:
         self._mover.unpin_host(block.row)
