@@ -189,6 +189,7 @@ class Prefetcher:
                 self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
         except BaseException as failure:
             error = failure
+            self._failed(failure)  # before the ticket is answered: the next call must see it
             raise
         finally:
             # Whoever loses the claim stays silent: exactly one answer per ticket.
