@@ -2,8 +2,8 @@
 
 Recomputing gets dearer with position while loading does not, so of every source tier the earliest
 blocks are recomputed and the rest is loaded: two numbers describe a plan (``schedule.Layout``). For
-one run of one tier that is the familiar split, exact by prefix sums and bisection; for mixed tiers
-and holes it recomputes the head of the *slow* runs, which the head of the prefix alone would not.
+one run of one tier that is the familiar split (``split_one_tier``); for mixed tiers and holes it
+recomputes the head of the *slow* runs, which the head of the prefix alone would not.
 """
 
 from __future__ import annotations

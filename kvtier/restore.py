@@ -169,11 +169,11 @@ class RestoreSession:
                 answer = self._answer()
                 if answer != PENDING:
                     return answer
+                if self._woke():
+                    continue
                 now = self._clock()
                 left, wake_at = deadline - now, self._state.wake_at
-                if wake_at is not None and wake_at <= now:
-                    self._post(Woke(now))
-                elif left > 0:
+                if left > 0:
                     self._changed.wait(left if wake_at is None else min(left, wake_at - now))
                 elif not self._state.expired:
                     log.warning("restore: %.1f s passed; the rest is recomputed", timeout)
@@ -186,9 +186,7 @@ class RestoreSession:
         """Like ``next_step``, but never waits: a step, ``PENDING``, or None."""
         with self._changed:
             self._ask()
-            now, wake_at = self._clock(), self._state.wake_at
-            if wake_at is not None and wake_at <= now:
-                self._post(Woke(now))
+            self._woke()
             return self._answer()
 
     def computed(self, step: Step, seconds: float | None = None) -> None:
@@ -234,6 +232,14 @@ class RestoreSession:
             raise ValueError(f"{self._step} is out; say computed() first")
         if not self._state.idle and not self._state.finished:
             self._post(Asked(self._clock()))
+
+    def _woke(self) -> bool:
+        """Wake the machine if the time that it asked for has come."""
+        now, wake_at = self._clock(), self._state.wake_at
+        due = wake_at is not None and wake_at <= now
+        if due:
+            self._post(Woke(now))
+        return due
 
     def _answer(self) -> Step | Pending | None:
         if self._error is not None:

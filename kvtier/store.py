@@ -26,7 +26,7 @@ from kvtier.tiers.base import BlockId
 from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.ssd import SsdTier
 from kvtier.transfer import PutResult, Transfer
@@ -48,7 +48,6 @@ __all__ = ["Store", "open_store"]
 log = logging.getLogger(__name__)
 
 CALIBRATION_BLOCKS: Final = 2
-PAGE: Final = 4096
 
 
 def open_store(
@@ -136,7 +135,7 @@ class Store:
         self._catalog = Catalog(Lru)
         entries = sorted(self._ssd.entries, key=lambda entry: (entry.last_use_ns, -entry.position))
         self._catalog.restore((entry.id, entry.location) for entry in entries)
-        self._host_blocks_max = config.host_bytes // (-(-block_bytes // PAGE) * PAGE)
+        self._host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
         self._host = HostTier(
             block_bytes, self._host_blocks_max + config.staging_blocks_max, config.host_bytes
         )

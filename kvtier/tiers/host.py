@@ -18,9 +18,14 @@ from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["HostTier"]
+__all__ = ["HostTier", "host_slot_bytes"]
 
 log = logging.getLogger(__name__)
+
+
+def host_slot_bytes(block_bytes: int) -> int:
+    """Return what one block takes in the arena: whole pages."""
+    return -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class HostTier:
@@ -33,7 +38,7 @@ class HostTier:
 
     def __init__(self, block_bytes: int, slots: int, limit_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._slot_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._slot_bytes = host_slot_bytes(block_bytes)
         self._slots = slots
         self._limit_bytes = limit_bytes
         self._map = mmap.mmap(-1, max(slots, 1) * self._slot_bytes)
