@@ -1,7 +1,7 @@
 """What every benchmark shares: options, interleaved pairs, verdicts, a table and one JSON object.
 
 A ratio is the median over interleaved pairs of one run. Its spread is what the same thing shows
-against itself in the same run (A/A); a miss within the spread is "not decided", never a pass.
+against itself in the same run (A/A); a miss within the spread is "not decided", never "met".
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -33,7 +34,7 @@ ATTEMPTS_MAX: Final = 4
 """How often a trial is run at most until it was not starved."""
 STARVED_MAX: Final = 0.2
 """A ratio of which more trials than this were starved all the same decides nothing."""
-COLOURS: Final = {"pass": "green", "fail": "bold red", "not decided": "yellow"}
+COLOURS: Final = {"met": "green", "missed": "bold red", "not decided": "yellow", "no bar": "dim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Options:
     only: tuple[str, ...] = ()
     smoke: bool = False
     """One pair of the smallest cases: whether it runs at all, for the tests."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Where things are, by option name; "" for what was not given."""
 
     @property
     def pairs(self) -> int:
@@ -57,17 +60,23 @@ class Options:
 
 
 def parse(
-    description: str, parts: Sequence[str] = (), argv: Sequence[str] | None = None
+    description: str,
+    parts: Sequence[str] = (),
+    argv: Sequence[str] | None = None,
+    paths: Mapping[str, str] | None = None,
 ) -> Options:
-    """Read the options that every benchmark has."""
+    """Read the options that every benchmark has, and ``paths``: folders by name, with a help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="smaller cases, for a first look")
     parser.add_argument("--json", metavar="FILE", default="", help="write the result; - is stdout")
+    for name, what in (paths or {}).items():
+        parser.add_argument(f"--{name}", metavar="DIR", default="", help=what)
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS}
     parser.add_argument("--only", action="append", default=[], choices=parts or None, **hidden)
     parser.add_argument("--smoke", action="store_true", **hidden)
     found = parser.parse_args(argv)
-    return Options(found.quick, found.json, tuple(found.only), found.smoke)
+    places = {name: getattr(found, name) for name in paths or {}}
+    return Options(found.quick, found.json, tuple(found.only), found.smoke, places)
 
 
 # -- measuring
@@ -181,9 +190,15 @@ class Bar:
         return max(self.low - value, value - self.high, 0.0)
 
     def __str__(self) -> str:
+        if self == NO_BAR:
+            return "none"
         if self.low == float("-inf"):
             return f"<= {self.high:g}"
         return f">= {self.low:g}" if self.high == float("inf") else f"{self.low:g}..{self.high:g}"
+
+
+NO_BAR: Final = Bar()
+"""For numbers that only inform."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +226,26 @@ class Ratio:
         spread = value * spread_of(*same)
         return cls(name, value, bar, spread, len(over), starved_share(over, under, *same))
 
+    @classmethod
+    def of_series(cls, name: str, values: Sequence[float], bar: Bar, starved: float = 0.0) -> Self:
+        """Return the median of numbers measured one after the other, each next to the one before.
+
+        The spread is the median change from one to the next.
+        """
+        value = statistics.median(values)
+        changes = [abs(after - before) for before, after in pairwise(values)]
+        spread = statistics.median(changes) if changes else 0.0
+        return cls(name, value, bar, spread, len(values) - 1, starved)
+
     @property
     def verdict(self) -> str:
-        """Say "pass", "fail" or "not decided"."""
+        """Say "met", "missed", "not decided" or "no bar"."""
+        if self.bar == NO_BAR:
+            return "no bar"
         miss = self.bar.miss(self.value)
         if self.pairs < PAIRS_MIN or self.starved > STARVED_MAX or 0 < miss <= self.spread:
             return "not decided"
-        return "fail" if miss else "pass"
+        return "missed" if miss else "met"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -270,7 +298,7 @@ class Bench:
     def print_table(self) -> None:
         """Print each ratio with its bar, A/A spread and verdict."""
         quick = ", quick" if self.options.quick else ""
-        table = Table(title=f"{self.name}{quick}", box=SIMPLE)
+        table = Table(title=f"{self.name}{quick}", box=SIMPLE, pad_edge=False)
         for column in ("ratio", "bar", "measured", "A/A", "pairs", "verdict"):
             table.add_column(
                 column, no_wrap=True, justify="left" if column in ("ratio", "verdict") else "right"
@@ -285,7 +313,7 @@ class Bench:
                 self.console.print(f"{ratio.name}: {ratio.starved:.0%} of its trials were starved")
 
     def finish(self) -> int:
-        """Print and write everything; returns the exit status, 1 if a ratio failed."""
+        """Print and write everything; returns the exit status, 1 if a ratio missed its bar."""
         value = self.to_json()
         self.print_table()
         self.console.print(f"commit {value['commit']}, {value['machine']}", highlight=False)
@@ -295,4 +323,4 @@ class Bench:
                 print(text)
             else:
                 Path(self.options.json).write_text(text + "\n", encoding="utf-8")
-        return int(any(ratio.verdict == "fail" for ratio in self.ratios))
+        return int(any(ratio.verdict == "missed" for ratio in self.ratios))

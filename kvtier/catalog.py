@@ -1,64 +1,43 @@
 """Who is where: the one owner of residency and pins.
 
 Columns, not objects: a dict from block hash to row, and arrays over rows. A block may have a copy
-in host memory and one on the SSD; each copy has its own lifecycle:
-
-::
-
-    ABSENT --write--> WRITING --commit--> READY      bytes come from the engine or a faster tier
-    ABSENT --load---> LOADING --commit--> READY      bytes come from a slower tier
-    WRITING, LOADING --abort--> ABSENT
-    READY --evict--> EVICTING --evicted--> ABSENT    and back with --keep--> READY
-    READY --drop--> ABSENT                           damaged or gone
-
-Only READY copies are ever shown. A pinned copy is not evicted.
+in host memory and one on the SSD, each with its own life (``lifecycle``). Only READY copies are
+ever shown. A pinned copy is not evicted.
 """
 
 from __future__ import annotations
 
 import threading
+from array import array
 from contextlib import contextmanager
-from enum import IntEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtier.changes import CHANGES_KEPT, BlockTiers, CatalogChanges, ChangeLog
+from kvtier.lifecycle import CopyState, after
 from kvtier.plan import Tier
+from kvtier.rows import U32_MAX, BlockRows, append_all
 from kvtier.tiers.base import BlockId, Location
+from kvtier.tiers.index import Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvtier.policy import Policy
+    from kvtier.tiers.entries import Entries
 
-__all__ = ["Catalog", "CopyState"]
+__all__ = ["USES_KEPT", "Catalog", "CopyState"]
 
+USES_KEPT: Final = 1 << 16
+"""Blocks whose uses are remembered until ``uses`` takes them; uses of others are not recorded."""
 
-class CopyState(IntEnum):
-    """The state of one block's copy in one tier."""
-
-    ABSENT = 0
-    WRITING = 1
-    LOADING = 2
-    READY = 3
-    EVICTING = 4
-
-
-_MOVES: Final[dict[tuple[CopyState, str], CopyState]] = {
-    (CopyState.ABSENT, "write"): CopyState.WRITING,
-    (CopyState.ABSENT, "load"): CopyState.LOADING,
-    (CopyState.WRITING, "commit"): CopyState.READY,
-    (CopyState.LOADING, "commit"): CopyState.READY,
-    (CopyState.WRITING, "abort"): CopyState.ABSENT,
-    (CopyState.LOADING, "abort"): CopyState.ABSENT,
-    (CopyState.READY, "evict"): CopyState.EVICTING,
-    (CopyState.EVICTING, "evicted"): CopyState.ABSENT,
-    (CopyState.EVICTING, "keep"): CopyState.READY,
-    (CopyState.READY, "drop"): CopyState.ABSENT,
-}
 _TIERS: Final = (Tier.HOST, Tier.SSD)
-_COLUMN: Final = {Tier.HOST: 0, Tier.SSD: 1}
-_ROWS_MIN: Final = 1024
+_BIT: Final = {Tier.HOST: 1, Tier.SSD: 2}
+_SHOWN: Final[tuple[tuple[Tier, ...], ...]] = ((), (Tier.HOST,), (Tier.SSD,), (Tier.HOST, Tier.SSD))
+"""The tiers that a sum of bits stands for."""
+_LAST_USE_NS_MAX: Final = (1 << 63) - 1
 
 
 class Catalog:
@@ -68,18 +47,35 @@ class Catalog:
     lock is the catalog's own and may be held over several calls.
     """
 
-    def __init__(self, policy: Callable[[], Policy]) -> None:
+    def __init__(
+        self,
+        policy: Callable[[], Policy],
+        *,
+        changes_kept: int = CHANGES_KEPT,
+        uses_kept: int = USES_KEPT,
+    ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._policies = {tier: policy() for tier in _TIERS}
-        self._rows: dict[bytes, dict[bytes, int]] = {}
-        self._ids: list[BlockId | None] = []
-        self._free: list[int] = []
+        self._rows = BlockRows()
+        self._changes = ChangeLog(changes_kept)
         self._ready = dict.fromkeys(_TIERS, 0)
-        self._states = np.zeros((2, _ROWS_MIN), dtype=np.uint8)
-        self._pins = np.zeros((2, _ROWS_MIN), dtype=np.int32)
-        self._segments = np.zeros((2, _ROWS_MIN), dtype=np.uint64)
-        self._slots = np.zeros((2, _ROWS_MIN), dtype=np.int64)
-        self._slot_bytes = np.zeros((2, _ROWS_MIN), dtype=np.int64)
+        self._used: dict[int, int] = {}  # row -> uses that were not taken yet
+        self._uses_kept = uses_kept
+        # One element a row. A numpy view of one may not outlive the call that makes it: an array
+        # that is looked into cannot grow.
+        self._states = {tier: array("B") for tier in _TIERS}
+        self._pins = {tier: array("i") for tier in _TIERS}
+        self._shown = array("B")  # the sum of the bits of the tiers in which a block is READY
+        self._host_slot = array("I")
+        self._ssd_segment = array("Q")
+        self._ssd_slot = array("I")
+        self._ssd_slot_bytes = array("Q")
+        self._last_use_ns = array("q")
+        self._columns = (
+            *self._states.values(), *self._pins.values(), self._shown,
+            self._host_slot, self._ssd_segment, self._ssd_slot, self._ssd_slot_bytes,
+            self._last_use_ns,
+        )  # fmt: skip
 
     # -- looking
 
@@ -87,47 +83,38 @@ class Catalog:
         self, namespace: bytes, hashes: Sequence[bytes], order: Sequence[Tier] = _TIERS
     ) -> tuple[Tier | None, ...]:
         """Return the first tier of ``order`` in which each block is READY; touches nothing."""
+        best = [next((tier for tier in order if tier in tiers), None) for tiers in _SHOWN]
         with self.changed:
-            rows = self._rows.get(namespace, {})
-            found: list[Tier | None] = []
-            first, second = ((tier, self._states[_COLUMN[tier]]) for tier in order)
-            for digest in hashes:
-                row = rows.get(digest)
-                if row is None:
-                    found.append(None)
-                elif first[1][row] == CopyState.READY:
-                    found.append(first[0])
-                else:
-                    found.append(second[0] if second[1][row] == CopyState.READY else None)
-            return tuple(found)
+            shown = self._shown
+            rows = map(self._rows.of(namespace).get, hashes)
+            return tuple([None if row is None else best[shown[row]] for row in rows])
 
     def find(self, block: BlockId) -> int | None:
         """Return a block's row, or None if it has no copy in any state."""
         with self.changed:
-            return self._rows.get(block.namespace, {}).get(block.hash)
+            return self._rows.of(block.namespace).get(block.hash)
 
     def id(self, row: int) -> BlockId:
         """Return the block of a row."""
         with self.changed:
-            block = self._ids[row]
-        if block is None:
-            raise ValueError(f"catalog row {row} holds no block")
-        return block
+            return self._rows.id(row)
+
+    def position(self, row: int) -> int:
+        """Return the position in its prompt of a row's block, in blocks."""
+        with self.changed:
+            return self._rows.position(row)
 
     def state(self, row: int, tier: Tier) -> CopyState:
         """Return the state of a row's copy in ``tier``."""
         with self.changed:
-            return CopyState(int(self._states[_COLUMN[tier], row]))
+            return CopyState(self._states[tier][row])
 
     def location(self, row: int, tier: Tier) -> Location:
         """Return where a row's READY copy lies."""
         with self.changed:
-            column = _COLUMN[tier]
-            return Location(
-                int(self._segments[column, row]),
-                int(self._slots[column, row]),
-                int(self._slot_bytes[column, row]),
-            )
+            if tier is Tier.HOST:
+                return Location(0, self._host_slot[row], 0)
+            return Location(self._ssd_segment[row], self._ssd_slot[row], self._ssd_slot_bytes[row])
 
     def ready(self, tier: Tier) -> int:
         """Return the number of READY copies in ``tier``."""
@@ -137,45 +124,109 @@ class Catalog:
     def blocks(self, namespace: bytes, tier: Tier, limit: int) -> list[bytes]:
         """Return up to ``limit`` hashes of this namespace that are READY in ``tier``."""
         with self.changed:
-            found: list[bytes] = []
-            for digest, row in self._rows.get(namespace, {}).items():
-                if len(found) == limit:
-                    break
-                if self._states[_COLUMN[tier], row] == CopyState.READY:
-                    found.append(digest)
-            return found
+            shown, bit = self._shown, _BIT[tier]
+            rows = self._rows.of(namespace).items()
+            return list(islice((digest for digest, row in rows if shown[row] & bit), limit))
+
+    def select(
+        self, namespace: bytes | None, tenant_digest: bytes | None, used_before_ns: int | None
+    ) -> list[int]:
+        """Return the rows with a copy in any state that match all filters; None matches all."""
+        with self.changed:
+            chosen = self._rows.matching(namespace, tenant_digest)
+            host, ssd = (np.asarray(states) for states in self._states.values())
+            chosen &= (host | ssd) != CopyState.ABSENT
+            if used_before_ns is not None:
+                chosen &= np.asarray(self._last_use_ns) < used_before_ns
+            return np.flatnonzero(chosen).tolist()
+
+    # -- following
+
+    def changes(self, since: int) -> CatalogChanges | None:
+        """Return the blocks whose READY tiers changed after sequence number ``since``.
+
+        None if that is too long ago, or not of this catalog: the caller takes a ``snapshot``.
+        """
+        with self.changed:
+            return self._changes.since(since)
+
+    def snapshot(self) -> tuple[int, Iterator[BlockTiers]]:
+        """Return everything READY, and the sequence number to ask ``changes`` from."""
+        with self.changed:
+            sequence, shown = self._changes.sequence, bytes(self._shown)
+            spaces = [
+                (namespace, list(rows), list(rows.values()))
+                for namespace, rows in self._rows.spaces().items()
+            ]
+        return sequence, (
+            (namespace, digest, _SHOWN[shown[row]])
+            for namespace, hashes, rows in spaces
+            for digest, row in zip(hashes, rows, strict=True)
+            if shown[row]
+        )
 
     # -- lifecycle
 
-    def restore(self, copies: Iterable[tuple[BlockId, Location]]) -> None:
-        """Enter SSD copies that were found at open, least recently used first."""
-        with self.changed:
-            for block, where in copies:
-                row = self.begin(block, Tier.SSD, "write")
-                self.commit(row, Tier.SSD, where)
+    def restore(self, entries: Entries) -> None:
+        """Enter the SSD copies that were found at open, into a catalog that is empty.
 
-    def begin(self, block: BlockId, tier: Tier, what: str) -> int:
-        """Start a copy's life ("write" or "load") and return its row."""
+        They are ordered by last use, and those of one use tail to head. Raises ``ValueError`` if a
+        block is there twice, and enters none then.
+        """
+        count = len(entries)
+        with self.changed:
+            self._rows.restore(entries)
+            append_all(self._states[Tier.SSD], np.full(count, CopyState.READY))
+            append_all(self._shown, np.full(count, _BIT[Tier.SSD]))
+            append_all(self._ssd_segment, entries["segment"])
+            append_all(self._ssd_slot, entries["slot"])
+            append_all(self._ssd_slot_bytes, entries["slot_bytes"])
+            append_all(self._last_use_ns, np.minimum(entries["last_use_ns"], _LAST_USE_NS_MAX))
+            for column in self._columns:
+                append_all(column, np.zeros(count - len(column)))  # all that is not said above
+            self._ready[Tier.SSD] = count
+            self._policies[Tier.SSD].enter(_use_order(entries))
+            self._changes.cut()
+            self.changed.notify_all()
+
+    def begin(
+        self,
+        block: BlockId,
+        tier: Tier,
+        what: str,
+        *,
+        tenant_digest: bytes = b"",
+        position: int = 0,
+        now_ns: int = 0,
+    ) -> int:
+        """Start a copy's life ("write" or "load") and return its row.
+
+        ``tenant_digest`` and ``position`` describe a block that has no copy yet; ``now_ns`` counts
+        as a use in ``select``, so that a new block is not an old one.
+        """
         with self.changed:
             row = self.find(block)
             if row is None:
-                if (CopyState.ABSENT, what) not in _MOVES:
-                    raise ValueError(f"{block}: a copy in {tier} that is ABSENT cannot {what}")
-                row = self._new_row()
-                self._rows.setdefault(block.namespace, {})[block.hash] = row
-                self._ids[row] = block
+                after(CopyState.ABSENT, what)  # raises before there is a row
+                row = self._rows.add(block, tenant_digest, position)
+                if row == len(self._shown):
+                    for column in self._columns:
+                        column.append(0)
             self._move(row, tier, what)
+            self._last_use_ns[row] = max(self._last_use_ns[row], now_ns)
             return row
 
     def commit(self, row: int, tier: Tier, where: Location, *, pinned: bool = False) -> None:
-        """Make a copy READY, pinned once if asked for."""
+        """Make a copy READY, pinned once if asked for. Of a place in host only the slot counts."""
         with self.changed:
             self._move(row, tier, "commit")
-            column = _COLUMN[tier]
-            self._segments[column, row] = where.segment
-            self._slots[column, row] = where.slot
-            self._slot_bytes[column, row] = where.slot_bytes
-            self._pins[column, row] += pinned
+            if tier is Tier.HOST:
+                self._host_slot[row] = where.slot
+            else:
+                self._ssd_segment[row] = where.segment
+                self._ssd_slot[row] = where.slot
+                self._ssd_slot_bytes[row] = where.slot_bytes
+            self._pins[tier][row] += pinned
             self._policies[tier].touch([row])
             self.changed.notify_all()
 
@@ -187,55 +238,76 @@ class Catalog:
                 self._policies[tier].touch([row])
             else:
                 self._policies[tier].forget(row)
+                if tier is Tier.SSD:
+                    self._used.pop(row, None)
                 self._collect(row)
             self.changed.notify_all()
 
     def evict(self, tier: Tier, count: int, slot_bytes: int | None = None) -> list[int]:
-        """Move up to ``count`` READY, unpinned copies (of one slot size) to EVICTING."""
+        """Move up to ``count`` READY, unpinned copies to EVICTING.
+
+        ``slot_bytes`` limits it to copies on the SSD whose slots have this size.
+        """
         with self.changed:
-            column = _COLUMN[tier]
-            chosen: list[int] = []
-            for row in self._policies[tier].victims():
-                if len(chosen) >= count:
-                    break
-                if self._pins[column, row] or self._states[column, row] != CopyState.READY:
-                    continue
-                if slot_bytes is not None and self._slot_bytes[column, row] != slot_bytes:
-                    continue
-                chosen.append(row)
-            for row in chosen:
+            pins, sizes = self._pins[tier], self._ssd_slot_bytes
+            fitting = (
+                row
+                for row in self._policies[tier].victims()
+                if not pins[row] and (slot_bytes is None or sizes[row] == slot_bytes)
+            )
+            return self.take_out(list(islice(fitting, count)), tier)
+
+    def take_out(self, rows: Iterable[int], tier: Tier) -> list[int]:
+        """Move those of ``rows`` that are READY and unpinned to EVICTING; returns them."""
+        with self.changed:
+            states, pins = self._states[tier], self._pins[tier]
+            taken = [row for row in rows if states[row] == CopyState.READY and not pins[row]]
+            for row in taken:
                 self._move(row, tier, "evict")
                 self._policies[tier].forget(row)
-            return chosen
+            return taken
 
-    def touch(self, namespace: bytes, hashes: Sequence[bytes]) -> None:
-        """Note a use of a prompt's blocks, tail to head."""
+    # -- uses
+
+    def touch(self, namespace: bytes, hashes: Sequence[bytes], now_ns: int) -> None:
+        """Note a use of a prompt's blocks, tail to head.
+
+        A clock that goes back changes no last use. Each use of a block on the SSD is kept for
+        ``uses``, as far as there is room.
+        """
         with self.changed:
-            rows = self._rows.get(namespace, {})
-            known = [rows[digest] for digest in reversed(hashes) if digest in rows]
+            of = self._rows.of(namespace)
+            known = [row for row in map(of.get, reversed(hashes)) if row is not None]
             for tier in _TIERS:
-                states = self._states[_COLUMN[tier]]
-                self._policies[tier].touch(r for r in known if states[r] == CopyState.READY)
+                bit = _BIT[tier]
+                self._policies[tier].touch(row for row in known if self._shown[row] & bit)
+            for row in known:
+                self._last_use_ns[row] = max(self._last_use_ns[row], now_ns)
+                room = row in self._used or len(self._used) < self._uses_kept
+                if room and self._shown[row] & _BIT[Tier.SSD]:
+                    self._used[row] = self._used.get(row, 0) + 1
+
+    def uses(self, limit: int) -> list[Use]:
+        """Take out the new uses of up to ``limit`` blocks that have a copy on the SSD."""
+        with self.changed:
+            rows = list(islice(self._used, limit))
+            last = self._last_use_ns
+            return [Use(self._rows.id(row), self._used.pop(row), last[row]) for row in rows]
 
     # -- pins
 
     def pin(self, row: int, tier: Tier) -> bool:
         """Protect a READY copy from eviction; False if it is not READY. Undone by ``unpin``."""
         with self.changed:
-            column = _COLUMN[tier]
-            if self._states[column, row] != CopyState.READY:
+            if self._states[tier][row] != CopyState.READY:
                 return False
-            self._pins[column, row] += 1
+            self._pins[tier][row] += 1
             return True
 
     def unpin(self, row: int, tier: Tier) -> None:
         """Undo one ``pin``."""
         with self.changed:
-            column = _COLUMN[tier]
-            if self._pins[column, row] <= 0:
-                raise ValueError(f"catalog row {row} is not pinned in {tier}")
-            self._pins[column, row] -= 1
-            self._collect(row)
+            self._unpin(row, tier)
             self.changed.notify_all()
 
     @contextmanager
@@ -249,81 +321,79 @@ class Catalog:
         held: list[tuple[int, Tier]] = []
         kept: list[bool] = []
         with self.changed:
-            rows = self._rows.get(namespace, {})
+            rows = self._rows.of(namespace)
             for digest, wanted in zip(hashes, tiers, strict=True):
                 row = rows.get(digest)
-                order = sorted(_TIERS, key=lambda tier: tier is not wanted) if wanted else []
-                pinned = next((t for t in order if row is not None and self.pin(row, t)), None)
-                kept.append(pinned is not None)
-                if row is not None and pinned is not None:
-                    held.append((row, pinned))
+                found = () if row is None or wanted is None else _SHOWN[self._shown[row]]
+                kept.append(bool(found))
+                if row is not None and found:
+                    held.append((row, wanted if wanted in found else found[0]))
+                    self.pin(*held[-1])
         try:
             yield kept
         finally:
             with self.changed:
                 for row, tier in held:
-                    self.unpin(row, tier)
+                    self._unpin(row, tier)
+                self.changed.notify_all()
+
+    def pins(self, tier: Tier | None = None) -> int:
+        """Return the number of pins held in ``tier``, or in all."""
+        with self.changed:
+            wanted = _TIERS if tier is None else (tier,)
+            return sum(int(np.asarray(self._pins[each]).sum()) for each in wanted)
 
     def check(self) -> list[str]:
         """Return what is wrong with the catalog's books, in words."""
-        problems = []
         with self.changed:
-            rows = [row for mapping in self._rows.values() for row in mapping.values()]
-            if sorted([*rows, *self._free]) != list(range(len(self._ids))):
-                problems.append(
-                    f"catalog: {len(rows)} rows and {len(self._free)} free, {len(self._ids)} made"
-                )
+            problems = self._rows.check()
+            shown = np.zeros(len(self._shown), dtype=np.uint8)
             for tier in _TIERS:
-                ready = int((self._states[_COLUMN[tier]] == CopyState.READY).sum())
-                if ready != self._ready[tier]:
+                is_ready = np.asarray(self._states[tier]) == CopyState.READY
+                shown += is_ready.view(np.uint8) * _BIT[tier]
+                if is_ready.sum() != self._ready[tier]:
                     problems.append(
-                        f"catalog: {ready} ready in {tier}, {self._ready[tier]} counted"
+                        f"catalog: {is_ready.sum()} ready in {tier}, {self._ready[tier]} counted"
                     )
-            if (self._pins < 0).any():
-                problems.append("catalog: a pin count below zero")
+                if (np.asarray(self._pins[tier]) < 0).any():
+                    problems.append(f"catalog: a pin count below zero in {tier}")
+            if (np.asarray(self._shown) != shown).any():
+                problems.append("catalog: a block is shown where it is not ready")
         return problems
-
-    def pins(self) -> int:
-        """Return the number of pins held."""
-        with self.changed:
-            return int(self._pins.sum())
 
     # -- inside
 
     def _move(self, row: int, tier: Tier, what: str) -> None:
-        column = _COLUMN[tier]
-        now = CopyState(int(self._states[column, row]))
-        after = _MOVES.get((now, what))
-        if after is None:
-            raise ValueError(f"{self._ids[row]}: a copy in {tier} that is {now.name} cannot {what}")
-        self._states[column, row] = after
-        self._ready[tier] += (after == CopyState.READY) - (now == CopyState.READY)
+        states = self._states[tier]
+        was = CopyState(states[row])
+        try:
+            states[row] = now = after(was, what)
+        except ValueError as error:
+            raise ValueError(f"catalog row {row}, {tier}: {error}") from None
+        if CopyState.READY in {was, now}:
+            self._shown[row] ^= _BIT[tier]
+            self._ready[tier] += 1 if now is CopyState.READY else -1
+            block = self._rows.id(row)
+            self._changes.add((block.namespace, block.hash, _SHOWN[self._shown[row]]))
 
-    def _new_row(self) -> int:
-        if self._free:
-            return self._free.pop()
-        row = len(self._ids)
-        self._ids.append(None)
-        if row == self._states.shape[1]:
-            self._states = _doubled(self._states)
-            self._pins = _doubled(self._pins)
-            self._segments = _doubled(self._segments)
-            self._slots = _doubled(self._slots)
-            self._slot_bytes = _doubled(self._slot_bytes)
-        return row
+    def _unpin(self, row: int, tier: Tier) -> None:
+        if self._pins[tier][row] <= 0:
+            raise ValueError(f"catalog row {row} is not pinned in {tier}")
+        self._pins[tier][row] -= 1
+        self._collect(row)
 
     def _collect(self, row: int) -> None:
         """Free a row once no copy and no pin refers to it."""
-        block = self._ids[row]
-        if block is None or self._states[:, row].any() or self._pins[:, row].any():
+        if self._shown[row]:
             return
-        rows = self._rows[block.namespace]
-        del rows[block.hash]
-        if not rows:
-            del self._rows[block.namespace]
-        self._ids[row] = None
-        self._free.append(row)
+        busy = any(self._states[tier][row] or self._pins[tier][row] for tier in _TIERS)
+        if self._rows.holds(row) and not busy:
+            self._rows.remove(row)
+            self._last_use_ns[row] = 0
 
 
-def _doubled(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.concatenate([column, np.zeros_like(column)], axis=1)
+def _use_order(entries: Entries) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return a table's rows, least recently used first and of one use the last position first."""
+    _, use = np.unique(entries["last_use_ns"], return_inverse=True)
+    ahead = U32_MAX - np.minimum(entries["position"], U32_MAX)
+    return np.argsort(use.astype(np.uint64) << np.uint64(32) | ahead)

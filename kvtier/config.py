@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Final
 
@@ -20,6 +20,9 @@ _UNITS: Final = {
 }  # fmt: skip
 BYTES_MAX: Final = 1 << 62
 POLICIES: Final = ("lru",)
+KEY_BYTES: Final = range(16, 65)
+_OPTIONAL: Final = ("ssd_write_bytes_per_day",)
+_SIZES: Final = ("host_bytes", "ssd_bytes", *_OPTIONAL)
 
 
 def parse_bytes(name: str, value: ByteSize) -> int:
@@ -49,17 +52,27 @@ class StoreConfig:
     """Blocks kept in host memory; 0 keeps none there beyond the copy that uses it."""
     ssd_bytes: int
     """What the directory may occupy on disk, data and index together."""
+    ssd_write_bytes_per_day: int | None = None
+    """What may be written to the directory in any 24 hours, so that the SSD lives; None: no limit.
+    With less than a quarter of it left, only blocks put a second time are written."""
+    integrity_key: bytes = field(default=b"", repr=False)
+    """16 to 64 secret bytes: records carry a tag that only their holder can make. For a directory
+    that others may write to; costs a SHA-256 of every byte."""
     policy: str = "lru"
     staging_blocks_max: int = 8
     """Host slots beyond ``host_bytes`` that copies in flight may use."""
     loads_inflight_max: int = 4
     """Reads from one tier under way at once."""
+    writes_inflight_max: int = 4
+    """Writes to the SSD under way at once."""
     write_batch_blocks_max: int = 16
-    """Blocks that share one pair of syncs."""
+    """Blocks for which room is made, and which are written, at once."""
     write_queue_blocks_max: int = 4096
     """Blocks of accepted puts that are not durable yet; more are dropped and counted."""
     segment_bytes_max: int = 256 << 20
     """Size of a segment file, unless one slot alone is larger."""
+    segments_max: int = 1 << 16
+    """Number of segment files."""
     index_bytes_max: int = 1 << 30
     """Address space (not disk) set aside for the index."""
     slot_wait_s_max: float = 10.0
@@ -70,20 +83,28 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in ("host_bytes", "ssd_bytes"):
-                if type(value) is not int or not 0 <= value <= BYTES_MAX:
-                    raise ValueError(f"{name}: {value!r} is not an int in [0, {BYTES_MAX}]")
-            elif name.endswith("_s_max"):
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise ValueError(f"{name}: {value!r} is not a number of seconds")
-                if not (value > 0 and math.isfinite(value)):
-                    raise ValueError(f"{name}: {value!r} is not positive and finite")
-            elif name.endswith("_max") and (type(value) is not int or value <= 0):
-                raise ValueError(f"{name}: {value!r} is not a positive int")
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name))
         if self.staging_blocks_max <= self.loads_inflight_max:
             raise ValueError(
                 f"staging_blocks_max: {self.staging_blocks_max} must exceed "
                 f"loads_inflight_max={self.loads_inflight_max}, or loads starve writes"
             )
+
+
+def _check(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is what a field of that name holds."""
+    if name == "integrity_key":
+        if not isinstance(value, bytes) or len(value) not in (0, *KEY_BYTES):
+            raise ValueError("integrity_key: 16 to 64 bytes wanted, or none")
+    elif name in _SIZES:
+        missing = value is None and name in _OPTIONAL
+        if not missing and (type(value) is not int or not 0 <= value <= BYTES_MAX):
+            raise ValueError(f"{name}: {value!r} is not an int in [0, {BYTES_MAX}]")
+    elif name.endswith("_s_max"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name}: {value!r} is not a number of seconds")
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name}: {value!r} is not positive and finite")
+    elif name.endswith("_max") and (type(value) is not int or value <= 0):
+        raise ValueError(f"{name}: {value!r} is not a positive int")

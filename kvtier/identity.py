@@ -201,15 +201,16 @@ class BlockKeys:
 
     def extend(self, token_ids: TokenIds) -> BlockKeys:
         """Return the keys of this prompt followed by ``token_ids``; finished blocks keep theirs."""
-        data = self.pending + token_bytes(token_ids)
+        data = token_bytes(token_ids)
+        if self.pending:
+            data = memoryview(self.pending + data)
         width = self.block_tokens * 4
         full = len(data) // width * width
-        view = memoryview(data)
         previous = self.hashes[-1] if self.hashes else self.root
         hashes = []
         for start in range(0, full, width):
             digest = hashlib.sha256(previous)
-            digest.update(view[start : start + width])
+            digest.update(data[start : start + width])
             previous = digest.digest()
             hashes.append(previous)
         return BlockKeys(
@@ -218,7 +219,7 @@ class BlockKeys:
             self.root,
             self.tenant_digest,
             (*self.hashes, *hashes),
-            data[full:],
+            bytes(data[full:]),
         )
 
     @property

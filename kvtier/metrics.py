@@ -22,10 +22,12 @@ COUNTERS: Final = frozenset(
         "ssd_written_blocks",
         "ssd_written_bytes",
         "ssd_write_errors",
+        "ssd_declined_blocks",
         "ssd_read_blocks",
         "ssd_read_bytes",
         "evicted_blocks_host",
         "evicted_blocks_ssd",
+        "purged_blocks_ssd",
         "restores",
     }
 )

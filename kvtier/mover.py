@@ -14,7 +14,7 @@ from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, Location, ReadResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvtier.catalog import Catalog
     from kvtier.metrics import Metrics
@@ -101,11 +101,22 @@ class Mover:
 
     def _evict_host(self, count: int) -> int:
         rows = self._catalog.evict(Tier.HOST, count)
+        self._drop_host(rows)
+        self._metrics.add("evicted_blocks_host", len(rows))
+        return len(rows)
+
+    def purge_host(self, select: Callable[[], Sequence[int]]) -> list[BlockId]:
+        """Drop the host copies of the rows that ``select`` returns, except pinned ones."""
+        with self._catalog.changed:
+            rows = self._catalog.take_out(select(), Tier.HOST)
+            blocks = [self._catalog.id(row) for row in rows]
+            self._drop_host(rows)
+        return blocks
+
+    def _drop_host(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._host.release(self._catalog.location(row, Tier.HOST).slot)
             self._catalog.end(row, Tier.HOST, "evicted")
-        self._metrics.add("evicted_blocks_host", len(rows))
-        return len(rows)
 
     def payload(self, row: int) -> memoryview:
         """Return the bytes of a pinned host copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Self
@@ -93,6 +94,7 @@ class RestoreSession:
         loads_inflight_max: int,
         clock: Callable[[], float],
         check_open: Callable[[], None],
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.plan = plan
         self._slots = slots
@@ -103,6 +105,7 @@ class RestoreSession:
         self._loads_inflight_max = loads_inflight_max
         self._clock = clock
         self._check_open = check_open
+        self._now_ns = now_ns
         self._changed = threading.Condition()
         self._scope = ExitStack()
         self._state = begin(plan, profiler.costs, loads_inflight_max=loads_inflight_max)
@@ -124,7 +127,7 @@ class RestoreSession:
         pinned = self._scope.enter_context(
             self._catalog.pinned(plan.namespace, plan.hashes, plan.tiers)
         )
-        self._catalog.touch(plan.namespace, plan.hashes)
+        self._catalog.touch(plan.namespace, plan.hashes, self._now_ns())
         gone = [block for block in plan.load if not pinned[block]]
         if plan.adaptive:
             gone += [b for b in plan.recompute if plan.tiers[b] is not None and not pinned[b]]

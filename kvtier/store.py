@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtier import planner
 from kvtier.calibration import CostBook
 from kvtier.catalog import Catalog
 from kvtier.config import ByteSize, StoreConfig, parse_bytes
-from kvtier.errors import SpecMismatch, StoreClosed, StoreFailed, TransferFailed
+from kvtier.errors import SpecMismatch, StoreFailed, TransferFailed
 from kvtier.identity import BlockKeys, KVSpec
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
-from kvtier.plan import Residency, RestorePlan, Step, Tier
+from kvtier.plan import Residency, Step, Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
-from kvtier.restore import RestoreSession
-from kvtier.tiers.base import BlockId
+from kvtier.purge import Purge, PurgeResult
+from kvtier.ssd_writer import SsdWriter
 from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.ssd import SsdTier
+from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
+from kvtier.view import Parts, StoreView
 from kvtier.writeback import PutJob, Writeback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Mapping
 
-    from kvtier.cost import CostModel
-    from kvtier.fields import Extra
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.throttle import LinkThrottle
-    from kvtier.tokens import TokenIds
 
 __all__ = ["Store", "open_store"]
 
@@ -56,6 +52,7 @@ def open_store(
     *,
     host_bytes: ByteSize = "1GiB",
     ssd_bytes: ByteSize = "10GiB",
+    ssd_write_bytes_per_day: ByteSize | None = None,
     policy: str = "lru",
     device: str = "cpu",
     links: Mapping[Tier | str, LinkThrottle] | None = None,
@@ -66,16 +63,21 @@ def open_store(
     """Open ``path`` as this process's store for ``spec``, creating it if it is empty or new.
 
     ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what
-    the directory occupies, data and index. ``device`` names what recomputes, since costs are kept
-    per device. ``links`` slows tiers down; ``fs`` and ``clock`` are seams for tests. Further
-    keywords are the other fields of ``StoreConfig``.
+    the directory occupies, data and index, and ``ssd_write_bytes_per_day`` what is written to it in
+    any 24 hours. ``device`` names what recomputes, since costs are kept per device. ``links`` slows
+    tiers down; ``fs`` and ``clock`` are seams for tests. Further keywords are the other fields of
+    ``StoreConfig``.
 
     Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError``
     naming the setting.
     """
+    per_day = ssd_write_bytes_per_day
     config = StoreConfig(
         host_bytes=parse_bytes("host_bytes", host_bytes),
         ssd_bytes=parse_bytes("ssd_bytes", ssd_bytes),
+        ssd_write_bytes_per_day=(
+            None if per_day is None else parse_bytes("ssd_write_bytes_per_day", per_day)
+        ),
         policy=policy,
         **bounds,
     )
@@ -83,7 +85,7 @@ def open_store(
     return Store(os.fspath(path), spec, config, device, throttles, fs or PosixFileSystem(), clock)
 
 
-class Store:
+class Store(StoreView):
     """An open store: the writer of one directory. Use ``kvtier.open``; thread-safe."""
 
     def __init__(
@@ -96,126 +98,83 @@ class Store:
         fs: FileSystem,
         clock: Callable[[], float],
     ) -> None:
-        self.spec = spec
-        self.path = path
-        self.config = config
-        self._layout = spec.block_layout
-        self._namespace = spec.namespace
-        self._clock = clock
-        self._pid = os.getpid()
-        self._closed = False
-        self._close_lock = threading.Lock()
-        self._failure: BaseException | None = None
-        self._metrics = Metrics()
+        super().__init__(path, spec, config, clock)
         self._directory = StoreDirectory(path, fs)
-        try:
-            self._open_tiers(fs, links, device)
-        except OSError as error:
-            self._directory.close()
-            raise StoreFailed(f"{path}: cannot be opened: {error.strerror or error}") from error
-        except BaseException:
-            self._directory.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._directory.close)
+            try:
+                self._open_tiers(fs, links, device, undo)
+            except OSError as error:
+                raise StoreFailed(f"{path}: cannot be opened: {error.strerror or error}") from error
+            undo.pop_all()
 
-    def _open_tiers(self, fs: FileSystem, links: Mapping[Tier, LinkThrottle], device: str) -> None:
+    def _open_tiers(
+        self, fs: FileSystem, links: Mapping[Tier, LinkThrottle], device: str, undo: ExitStack
+    ) -> None:
         config, block_bytes = self.config, self._layout.block_bytes
+        metrics = Metrics()
         self._directory.keep_spec(self.spec)
-        index = LmdbIndex(self._directory.index_path, config.index_bytes_max)
+        self._budget = WriteBudget(
+            config.ssd_write_bytes_per_day,
+            saved=self._directory.read_writes(),
+            save=self._directory.write_writes,
+            now_ns=time.time_ns,
+        )
+        self._ssd = self._open_ssd(fs, metrics)
+        undo.callback(self._ssd.close)
+        catalog = Catalog(Lru)
+        catalog.restore(self._ssd.take_entries())
+        host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
+        host = HostTier(block_bytes, host_blocks_max + config.staging_blocks_max, config.host_bytes)
+        undo.callback(host.close)
+        cost_book = CostBook(self._directory, self._namespace, device, links)
+        profiler = cost_book.read()
+        self._writer = SsdWriter(
+            catalog, self._ssd, self._budget, config, metrics, failed=self._writer_failed
+        )
+        self._writeback = Writeback(
+            catalog, self._writer, config, metrics,
+            host_blocks_max=host_blocks_max, failed=self._fail,
+        )  # fmt: skip
+        mover = Mover(
+            catalog, host, self._ssd, metrics,
+            host_blocks_max=host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
+            forget=self._writer.forget,
+        )  # fmt: skip
+        self._writer.start(mover)
+        self._writeback.start(mover)
+        prefetcher = Prefetcher(
+            catalog, mover, profiler, metrics,
+            block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
+            failed=self._fail,
+        )  # fmt: skip
+        self._use(
+            Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
+        )
+
+    def _open_ssd(self, fs: FileSystem, metrics: Metrics) -> SsdTier:
+        config, directory = self.config, self._directory
+        index = LmdbIndex(directory.index_path, config.index_bytes_max, lock_fd=directory.lock_fd)
         try:
-            self._ssd = SsdTier(
-                self._directory.segments,
+            return SsdTier(
+                directory.segments,
                 index,
                 fs,
                 limit_bytes=config.ssd_bytes,
                 segment_bytes_max=config.segment_bytes_max,
+                segments_max=config.segments_max,
+                writes_inflight_max=config.writes_inflight_max,
+                integrity_key=config.integrity_key,
+                failed=lambda: metrics.add("ssd_write_errors"),
             )
         except BaseException:
             index.close()
             raise
-        self._catalog = Catalog(Lru)
-        entries = sorted(self._ssd.entries, key=lambda entry: (entry.last_use_ns, -entry.position))
-        self._catalog.restore((entry.id, entry.location) for entry in entries)
-        self._host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
-        self._host = HostTier(
-            block_bytes, self._host_blocks_max + config.staging_blocks_max, config.host_bytes
-        )
-        self._cost_book = CostBook(self._directory, self._namespace, device, links)
-        self._profiler = self._cost_book.read()
-        self._writeback = Writeback(
-            self._catalog, self._ssd, config, self._metrics,
-            host_blocks_max=self._host_blocks_max, failed=self._fail,
-        )  # fmt: skip
-        self._mover = Mover(
-            self._catalog, self._host, self._ssd, self._metrics,
-            host_blocks_max=self._host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
-            forget=self._writeback.forget,
-        )  # fmt: skip
-        self._writeback.start(self._mover)
-        self._prefetcher = Prefetcher(
-            self._catalog, self._mover, self._profiler, self._metrics,
-            block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
-            failed=self._fail,
-        )  # fmt: skip
 
-    # -- the verbs
+    def _writer_failed(self, error: BaseException) -> None:
+        self._writeback.fail(error)
 
-    def keys(
-        self,
-        token_ids: TokenIds,
-        tenant: str = "",
-        adapter: str = "",
-        extra: Sequence[Extra] = (),
-    ) -> BlockKeys:
-        """Hash a prompt's full blocks under this store's spec (``BlockKeys.of``)."""
-        return BlockKeys.of(self.spec, token_ids, tenant, adapter, extra)
-
-    def lookup(self, keys: BlockKeys) -> Residency:
-        """Return where each block is: memory only, no I/O, holes allowed, extends nobody's life.
-
-        Keys of another spec are simply not found.
-        """
-        self._check_open()
-        tiers: tuple[Tier | None, ...] = (None,) * len(keys)
-        if keys.namespace == self._namespace:
-            # Without a host tier a copy there is one in passing: only what is on the SSD stays.
-            order = (Tier.HOST, Tier.SSD) if self._host_blocks_max else (Tier.SSD, Tier.HOST)
-            tiers = self._catalog.residency(keys.namespace, keys.hashes, order)
-        return Residency(keys, tiers, self._layout.block_bytes)
-
-    def plan(
-        self,
-        residency: Residency,
-        *,
-        resident: int = 0,
-        step_blocks_max: int = 1,
-        way: planner.Way = "best",
-    ) -> RestorePlan:
-        """Decide what to recompute and what to load, by this store's costs (``planner.plan``)."""
-        return planner.plan(
-            residency,
-            self.costs,
-            resident=resident,
-            step_blocks_max=step_blocks_max,
-            way=way,
-        )
-
-    def restore(self, plan: RestorePlan, into: KVSlots) -> RestoreSession:
-        """Return the scope that carries a plan out into an engine's slots."""
-        self._check_open()
-        if plan.namespace != self._namespace:
-            raise SpecMismatch("the plan was made for another spec than this store's")
-        check_slots(into, self._layout)
-        return RestoreSession(
-            plan,
-            into,
-            catalog=self._catalog,
-            prefetcher=self._prefetcher,
-            profiler=self._profiler,
-            metrics=self._metrics,
-            loads_inflight_max=self.config.loads_inflight_max,
-            clock=self._clock,
-            check_open=self._check_open,
-        )
+    # -- the verbs that write
 
     def put(
         self,
@@ -255,25 +214,6 @@ class Store:
             raise
         return transfer
 
-    def prefetch(self, keys: BlockKeys) -> Transfer[int]:
-        """Start promoting a prompt's stored blocks to host memory, as far as it has room."""
-        residency = self.lookup(keys)
-        room = self._host_blocks_max
-        wanted = [
-            BlockId(keys.namespace, digest)
-            for digest, tier in zip(keys.hashes, residency.tiers, strict=True)
-            if tier is Tier.SSD
-        ]
-        # The tail is kept if there is no room for all: the head is what a plan recomputes.
-        return self._prefetcher.prefetch(wanted[-room:] if room else [])
-
-    @contextmanager
-    def pin(self, keys: BlockKeys) -> Iterator[Residency]:
-        """Protect a prompt's blocks from eviction, each in its fastest tier, for a scope."""
-        residency = self.lookup(keys)
-        with self._catalog.pinned(keys.namespace, keys.hashes, residency.tiers):
-            yield self.lookup(keys)
-
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything accepted so far is durable (or was dropped and counted).
 
@@ -285,6 +225,31 @@ class Store:
         self._check_open()
         if left:
             raise TransferFailed(f"{self.path}: {left} blocks are not durable after {limit:.1f} s")
+
+    def purge(
+        self,
+        *,
+        namespace: bytes | None = None,
+        tenant: str | None = None,
+        older_than_s: float | None = None,
+        timeout: float | None = None,
+    ) -> PurgeResult:
+        """Remove blocks from every tier and destroy their bytes on disk before returning.
+
+        What is purged matches all that is given: a namespace (``spec.namespace``), a tenant, an age
+        since its last use in seconds; at least one of them. Bytes of blocks that were evicted
+        earlier are destroyed too. Blocks that a restore holds are waited for, up to ``timeout``
+        (``slot_wait_s_max``) seconds; what is left then is counted in the result.
+
+        Raises ``TransferFailed`` if the disk refuses.
+        """
+        self._check_open()
+        limit = self.config.slot_wait_s_max if timeout is None else timeout
+        purge = Purge.of(namespace, tenant, older_than_s, time.time_ns())
+        self.flush()
+        result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)
+        self._check_open()
+        return result
 
     def calibrate(self, prefill: Callable[[Step], None]) -> None:
         """Measure what is not known yet: seconds at most, and nothing if all is known.
@@ -316,39 +281,24 @@ class Store:
             # A step would mean that a load failed: nothing is learned, and nothing is lost.
             session.next_step()
 
-    @property
-    def costs(self) -> CostModel:
-        """What recomputing and loading cost, as known now."""
-        return self._profiler.costs
-
-    def stats(self) -> dict[str, Any]:
-        """Return counters, tier usage and costs as plain values."""
-        self._check_open()
+    def _ssd_stats(self) -> dict[str, Any]:
         return {
-            "counters": self._metrics.snapshot(),
-            "tiers": {
-                "host": {**asdict(self._host.usage()), "ready": self._catalog.ready(Tier.HOST)},
-                "ssd": {**asdict(self._ssd.usage()), "ready": self._catalog.ready(Tier.SSD)},
-            },
-            "pins": self._catalog.pins(),
-            "costs": {
-                **asdict(self.costs),
-                "accuracy": asdict(self._profiler.accuracy),
-                "age_s": dict(self._cost_book.age_s),
-            },
+            **asdict(self._ssd.usage()),
+            "ready": self._catalog.ready(Tier.SSD),
+            "io": self._ssd.io,
+            "medium_written_bytes": self._ssd.written_bytes(),
+            "index_repairs": self._ssd.index_repairs,
+            "write_budget_left_bytes": self._budget.left(),
         }
 
     def check(self) -> list[str]:
         """Return what is wrong with the store's books, in words; empty if sound."""
-        self._check_open()
-        return [*self._catalog.check(), *self._host.check(), *self._ssd.check()]
+        return [*super().check(), *self._ssd.check()]
 
     def close(self) -> None:
         """Flush within ``close_s_max``, keep what was learned, release everything; idempotent."""
-        with self._close_lock:
-            if self._closed or os.getpid() != self._pid:
-                return
-            self._closed = True
+        if not self._begin_close():
+            return
         if self._failure is None:
             left = self._writeback.flush(self.config.close_s_max)
             if left:
@@ -356,33 +306,11 @@ class Store:
         self._prefetcher.close()
         self._writeback.close()
         self._cost_book.write(self._profiler)
+        try:
+            self._writer.write_uses()
+            self._budget.close()
+        except OSError as error:
+            log.warning("%s: the last uses were not written: %s", self.path, error)
         self._ssd.close()
         self._host.close()
         self._directory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    # -- inside
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise StoreClosed(f"{self.path}: this is a forked child; open a store of its own")
-        if self._closed:
-            raise StoreClosed(f"{self.path}: the store is closed")
-        if self._failure is not None:
-            raise StoreFailed(
-                f"{self.path}: a background lane failed: {self._failure}"
-            ) from self._failure
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error

@@ -16,8 +16,8 @@ TokenIds = Any
 """list or tuple of int, integer ndarray or torch tensor of shape [n] or [1, n]."""
 
 
-def token_bytes(token_ids: TokenIds) -> bytes:
-    """Return the ids as little-endian u32.
+def token_bytes(token_ids: TokenIds) -> memoryview:
+    """Return the ids as little-endian u32, as bytes; of an array that is so already, its own.
 
     Raises ``TypeError`` for a float, a bool or another type, ``ValueError`` for an id outside
     [0, 2^32) or a wrong shape; both name the index.
@@ -35,7 +35,7 @@ def token_bytes(token_ids: TokenIds) -> bytes:
     )
 
 
-def _from_sequence(ids: list[Any] | tuple[Any, ...]) -> bytes:
+def _from_sequence(ids: list[Any] | tuple[Any, ...]) -> memoryview:
     # array() converts at C speed but takes a bool for 0 or 1; only those two values are looked at
     # again. Anything it rejects takes the slow path, which knows the index.
     try:
@@ -45,7 +45,7 @@ def _from_sequence(ids: list[Any] | tuple[Any, ...]) -> bytes:
     for index in np.flatnonzero(values <= 1):
         if isinstance(ids[index], (bool, np.bool_)):
             raise TypeError(f"token_ids[{index}]: bool given, an int wanted")
-    return values.astype("<u4", copy=False).tobytes()
+    return _little_endian(values)
 
 
 def _first_bad(ids: list[Any] | tuple[Any, ...]) -> Exception:
@@ -57,16 +57,20 @@ def _first_bad(ids: list[Any] | tuple[Any, ...]) -> Exception:
     return TypeError("token_ids: not a flat sequence of ints")
 
 
-def _from_array(ids: np.ndarray[Any, Any]) -> bytes:
+def _from_array(ids: np.ndarray[Any, Any]) -> memoryview:
     if ids.ndim == 2 and ids.shape[0] == 1:  # noqa: PLR2004 - [1, n]
         ids = ids[0]
     if ids.ndim != 1:
         raise ValueError(f"token_ids: shape {list(ids.shape)} given, [n] or [1, n] wanted")
     if ids.size == 0:
-        return b""
+        return memoryview(b"")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"token_ids[0]: {ids.dtype} given, an integer wanted")
-    bad = np.flatnonzero((ids < 0) | (ids > TOKEN_ID_MAX))
-    if bad.size:
+    if ids.min() < 0 or ids.max() > TOKEN_ID_MAX:
+        bad = np.flatnonzero((ids < 0) | (ids > TOKEN_ID_MAX))
         raise ValueError(f"token_ids[{bad[0]}]: {ids[bad[0]]} is not in [0, {TOKEN_ID_MAX}]")
-    return ids.astype("<u4").tobytes()
+    return _little_endian(ids)
+
+
+def _little_endian(ids: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(ids, dtype="<u4").view(np.uint8).data

@@ -20,6 +20,7 @@ import torch
 import kvtier
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.device import TensorSlots
+from kvtier.tiers.entries import id_at, table
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.index import INDEX_COMMIT_BYTES_MAX
 from kvtier.tiers.segment import PAGE_BYTES
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from kvtier.tiers.index import Entry
+    from kvtier.tiers.entries import Entries
+    from kvtier.tiers.index import Use
 
 WAIT_S = 10.0
 """How long a test waits for what must happen: a safety net, never a measurement."""
@@ -387,12 +389,14 @@ class FaultyFileSystem:
         self._count("open_directory", path)
         return self.inner.open_directory(path)
 
-    def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
+    def open_file(
+        self, directory: int, name: str, *, write: bool, create: bool, direct: bool = False
+    ) -> int:
         """Open a file."""
         self._count("open_file", name)
         if create:
             self._count("create", name)
-        fd = self.inner.open_file(directory, name, write=write, create=create)
+        fd = self.inner.open_file(directory, name, write=write, create=create, direct=direct)
         with self._lock:
             self._names[fd] = name
         return fd
@@ -454,30 +458,45 @@ class FaultyFileSystem:
 class MemoryIndex:
     """An index in memory whose commits fail on demand; give ``stored`` to reopen one."""
 
-    def __init__(self, stored: dict[BlockId, Entry] | None = None) -> None:
+    def __init__(self, stored: dict[BlockId, bytes] | None = None) -> None:
         self.stored = {} if stored is None else stored
         self.error: BaseException | None = None
+        self.uses: list[Use] = []
         self.closed = False
 
-    def entries(self) -> Iterator[Entry]:
-        """Walk all entries."""
-        return iter(list(self.stored.values()))
+    def entries(self) -> Entries:
+        """Return all entries."""
+        return table(list(self.stored.values()))
 
-    def commit(self, put: Iterable[Entry], remove: Iterable[BlockId]) -> None:
+    def commit(
+        self, put: Sequence[bytes], remove: Sequence[BlockId], uses: Sequence[Use] = ()
+    ) -> None:
         """Apply removals and additions."""
         if self.error is not None:
             raise self.error
         for block in remove:
             self.stored.pop(block, None)
         for entry in put:
-            self.stored[entry.id] = entry
+            self.stored[id_at(table(entry), 0)] = entry
+        self.uses += uses
 
     def reset(self) -> None:
         """Start afresh."""
         self.stored.clear()
 
+    def reopen(self) -> None:
+        """Go on with what is there."""
+
+    def healthy(self) -> bool:
+        """Say that it is alive."""
+        return True
+
     def disk_bytes(self) -> int:
         """Return what the index occupies on disk."""
+        return 0
+
+    def write_bytes(self) -> int:
+        """Return what the index has written."""
         return 0
 
     def close(self) -> None:
@@ -494,17 +513,27 @@ class FaultyIndex:
         self.error: BaseException | None = None
         self.commits = 0
 
-    def commit(self, put: Iterable[Entry], remove: Iterable[BlockId]) -> None:
+    def commit(
+        self, put: Sequence[bytes], remove: Sequence[BlockId], uses: Sequence[Use] = ()
+    ) -> None:
         """Commit, or fail."""
         self.commits += 1
         if self._gate is not None:
             self._gate.pass_through()
         if self.error is not None:
             raise self.error
-        self._inner.commit(put, remove)
+        self._inner.commit(put, remove, uses)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def faulty_index(store: kvtier.Store, gate: Gate | None = None) -> FaultyIndex:
+    """Put a faulty index in front of an open store's."""
+    ledger = store._ssd._ledger
+    index = FaultyIndex(ledger._index, gate)
+    ledger._index = index
+    return index
 
 
 class HeldSlots:

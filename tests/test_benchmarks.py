@@ -39,22 +39,22 @@ def trials(harness: Any, *seconds: float, held: float = 1.0) -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "bar", "spread", "pairs", "starved", "verdict"),
     [
-        (1.95, (1.9, None), 0.1, 5, 0.0, "pass"),
-        (1.9, (1.9, None), 0.0, 5, 0.0, "pass"),
+        (1.95, (1.9, None), 0.1, 5, 0.0, "met"),
+        (1.9, (1.9, None), 0.0, 5, 0.0, "met"),
         (1.85, (1.9, None), 0.06, 5, 0.0, "not decided"),
-        (1.85, (1.9, None), 0.04, 5, 0.0, "fail"),
-        (0.04, (None, 0.05), 0.1, 5, 0.0, "pass"),
+        (1.85, (1.9, None), 0.04, 5, 0.0, "missed"),
+        (0.04, (None, 0.05), 0.1, 5, 0.0, "met"),
         (0.08, (None, 0.05), 0.04, 5, 0.0, "not decided"),
-        (0.08, (None, 0.05), 0.02, 5, 0.0, "fail"),
-        (1.2, (0.9, 1.1), 0.05, 5, 0.0, "fail"),
-        (0.8, (0.9, 1.1), 0.05, 5, 0.0, "fail"),
-        (1.0, (0.9, 1.1), 0.0, 5, 0.0, "pass"),
+        (0.08, (None, 0.05), 0.02, 5, 0.0, "missed"),
+        (1.2, (0.9, 1.1), 0.05, 5, 0.0, "missed"),
+        (0.8, (0.9, 1.1), 0.05, 5, 0.0, "missed"),
+        (1.0, (0.9, 1.1), 0.0, 5, 0.0, "met"),
         (1.95, (1.9, None), 0.0, 4, 0.0, "not decided"),
         (1.0, (1.9, None), 0.0, 4, 0.0, "not decided"),
         (1.95, (1.9, None), 0.0, 5, 0.5, "not decided"),
     ],
 )
-def test_a_miss_within_the_spread_is_not_decided_and_never_a_pass(
+def test_a_miss_within_the_spread_is_not_decided_and_never_a_met_bar(
     harness: Any, value: float, bar: tuple[Any, Any], spread: float, pairs: int,
     starved: float, verdict: str,
 ) -> None:  # fmt: skip
@@ -167,7 +167,7 @@ def test_one_json_object_and_a_table(
     assert value["ratios"] == {"good": 2.0}
     assert value["settings"] == {"quick": False, "pairs": 5, "size": 3}
     row, case = value["results"]
-    assert (row["name"], row["bar"], row["verdict"]) == ("good", ">= 1.9", "pass")
+    assert (row["name"], row["bar"], row["verdict"]) == ("good", ">= 1.9", "met")
     assert (case["case"], case["blocks"], case["trials"]["way"][0]["seconds"]) == ("case", 4, 1.5)
     assert "good" in (shown.out if to_file else shown.err)
     bench.add(harness.Ratio("bad", 1.0, harness.Bar(low=1.9), 0.01, 5))

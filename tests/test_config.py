@@ -87,9 +87,13 @@ def test_defaults_are_sound() -> None:
 BAD = {
     "host_bytes": (-1, "8GiB", None, 1.5),
     "ssd_bytes": (-1, "8GiB", None, 1.5),
+    "ssd_write_bytes_per_day": (-1, "8GiB", 1.5),
+    "integrity_key": (b"short", b"x" * 65, "a string of 16 or more", None, 3),
     "policy": ("", "fifo", None, 3),
     "staging_blocks_max": (0, -1, 4, 3, "8", None, 8.5),
     "loads_inflight_max": (0, -1, 8, 9, "4", None, 1.5),
+    "writes_inflight_max": (0, -1, "1", None, 1.5),
+    "segments_max": (0, -1, "1", None, 1.5),
     "write_batch_blocks_max": (0, -1, "1", None, 1.5),
     "write_queue_blocks_max": (0, -1, "1", None, 1.5),
     "segment_bytes_max": (0, -1, "1GiB", None, 1.5),

@@ -18,12 +18,14 @@ ROOT = Path(__file__).parents[1] / "kvtier"
 
 # Lowest first. A module imports from below, or from its own layer as long as no cycle comes of it.
 LAYERS = (
-    {"errors", "metrics", "tokens", "trace"},
+    {"errors", "lane", "metrics", "tokens", "trace"},
     {"config", "fields", "identity", "layout", "plan"},
     {
+        "changes",
         "cost",
         "events",
         "executor",
+        "lifecycle",
         "outlook",
         "planner",
         "policy",
@@ -33,19 +35,31 @@ LAYERS = (
         "state",
     },
     {"tiers"},
-    {"calibration", "catalog", "mover", "prefetcher", "restore", "transfer", "writeback"},
-    {"store"},
+    {
+        "admission",
+        "calibration",
+        "catalog",
+        "mover",
+        "prefetcher",
+        "purge",
+        "restore",
+        "rows",
+        "ssd_writer",
+        "transfer",
+        "writeback",
+    },
+    {"reader", "store", "view"},
     {"__init__"},
 )
 
 # What is used, and the only modules that may use it.
 ONLY_IN = {
     "asyncio": {"prefetcher", "transfer"},
-    "lmdb": {"tiers.index"},
+    "lmdb": {"tiers.keeper"},
     "os.environ": {"config"},
     "os.getenv": {"config"},
     "pickle": set(),
-    "time.sleep": set(),
+    "time.sleep": {"tiers.directory"},  # waits for another process's lock, up to a bound
     "torch": {"mover", "tiers.device", "tiers.host"},
 }
 

@@ -9,7 +9,7 @@ from support import (
     HOST_SLOT_BYTES,
     WAIT_S,
     FaultyFileSystem,
-    FaultyIndex,
+    faulty_index,
     Gate,
     bring_back,
     expected,
@@ -310,7 +310,7 @@ def test_eviction_frees_slots_only_after_its_commit(open_store: Open, fs: Faulty
     store.flush()
     assert store.stats()["counters"]["evicted_blocks_ssd"] > 0
     gate = Gate()
-    index = store._ssd._index = FaultyIndex(store._ssd._index, gate)
+    index = faulty_index(store, gate)
     before = fs.counts["write"]
     keys = prompt_keys(4, seed=50)
     transfer = store.put(keys, filled_slots(keys))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,19 +53,51 @@ def test_empty() -> None:
     assert list(Lru().victims()) == []
 
 
+def test_rows_enter_in_bulk_as_if_touched() -> None:
+    """Rows that enter together follow those that are in, in the order given."""
+    lru = Lru()
+    lru.touch([5, 0])
+    lru.enter(np.array([7, 3, 100, 1]))
+    lru.enter(np.array([], dtype=np.int64))
+    lru.touch([3, 8])
+    assert list(lru.victims()) == [5, 0, 7, 100, 1, 3, 8]
+
+
+def test_only_new_rows_enter() -> None:
+    """Bulk entry of a row that is in is refused and changes nothing; a forgotten one is new."""
+    lru = Lru()
+    lru.touch([1, 2, 3])
+    with pytest.raises(ValueError, match="already") as refused:
+        lru.enter(np.array([9, 2]))
+    lru.forget(2)
+    lru.enter(np.array([2, 9]))
+    lru.touch([50])  # what was raised holds nothing that would keep the columns from growing
+    assert list(lru.victims()) == [1, 3, 2, 9, 50]
+    assert refused.value
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 6), max_size=4)), max_size=30))
-def test_against_a_list(calls: list[tuple[bool, list[int]]]) -> None:
-    """Any sequence of touches and removals gives the order of a plain list that does the same."""
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["touch", "enter", "forget"]), st.lists(st.integers(0, 6))),
+        max_size=30,
+    )
+)
+def test_against_a_list(calls: list[tuple[str, list[int]]]) -> None:
+    """Any sequence of calls gives the order of a plain list that does the same."""
     lru, model = Lru(), list[int]()
-    for touched, rows in calls:
-        if touched:
+    for what, given_rows in calls:
+        rows = given_rows
+        if what == "enter":
+            rows = [row for row in dict.fromkeys(rows) if row not in model]
+            lru.enter(np.array(rows, dtype=np.int64))
+        elif what == "touch":
             lru.touch(rows)
         for row in rows:
             if row in model:
                 model.remove(row)
-            if touched:
-                model.append(row)
-            else:
+            if what == "forget":
                 lru.forget(row)
-    assert model == list(lru.victims())
+            else:
+                model.append(row)
+        assert model == list(lru.victims())

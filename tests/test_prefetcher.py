@@ -126,7 +126,7 @@ def test_a_block_is_held_no_longer_than_its_own_read(reopened: Any, fs: FaultyFi
     try:
         with catalog.changed:
             assert catalog.changed.wait_for(lambda: catalog.ready(Tier.HOST) == 5, WAIT_S)
-            assert catalog.changed.wait_for(lambda: not catalog._pins[0].any(), 1.0)
+            assert catalog.changed.wait_for(lambda: not catalog.pins(Tier.HOST), 1.0)
     finally:
         gate.open()
     assert transfer.result(WAIT_S) == 6

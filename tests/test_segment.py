@@ -14,6 +14,7 @@ from kvtier.tiers.base import BlockId, Kind, Record
 from kvtier.tiers.segment import (
     HEADER_PAGES_MAX,
     PAGE_BYTES,
+    SLOTS_MAX,
     SegmentHeader,
     decode_header,
     decode_segment,
@@ -89,7 +90,7 @@ def test_a_header_says_what_was_written(record: Record, data: st.DataObject) -> 
     assert decode_header(page) == (record, digests)
 
 
-@given(u64, st.integers(1, 2**32 - 1), st.integers(2, 2**40).map(lambda n: n * PAGE_BYTES))
+@given(u64, st.integers(1, SLOTS_MAX), st.integers(2, 2**40).map(lambda n: n * PAGE_BYTES))
 def test_a_segment_says_what_was_written(segment: int, slots: int, size: int) -> None:
     """Any segment header survives encoding and decoding."""
     header = SegmentHeader(segment, slots, size)

@@ -23,6 +23,7 @@ from kvtier import LinkThrottle
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.entries import id_at
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.segment import PAGE_BYTES
 from kvtier.tiers.ssd import SsdTier
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from kvtier.tiers.entries import Entries
     from kvtier.tiers.index import Index
 
 LIMIT = 2 << 20
@@ -118,6 +120,7 @@ def ssd_tier(
     *,
     limit: int = LIMIT,
     segment: int = SEGMENT,
+    **options: Any,
 ) -> Iterator[SsdTier]:
     """Open an SSD tier in a folder, with a real index unless one is given."""
     os.makedirs(folder / "segments", exist_ok=True)
@@ -130,12 +133,19 @@ def ssd_tier(
             fs or PosixFileSystem(),
             limit_bytes=limit,
             segment_bytes_max=segment,
+            **options,
         )
         yield tier
         tier.close()
     finally:
         index.close()
         os.close(directory)
+
+
+def place(entries: Entries, row: int) -> Location:
+    """Return where a row of the index says that its block is."""
+    one = entries[row]
+    return Location(int(one["segment"]), int(one["slot"]), int(one["slot_bytes"]))
 
 
 class TestSsdTier(TierContract):
@@ -222,7 +232,7 @@ def test_a_reopened_ssd_tier_has_every_block(tmp_path: Path) -> None:
         placed = tier.write(records, [payload(r) for r in records])
         used = tier.usage()
     with ssd_tier(tmp_path) as tier:
-        assert {entry.id: entry.location for entry in tier.entries} == {
+        assert {id_at(tier.entries, n): place(tier.entries, n) for n in range(30)} == {
             record.id: where for record, where in zip(records, placed, strict=True)
         }
         assert tier.usage() == used
@@ -262,9 +272,9 @@ def test_bytes_before_pointers(tmp_path: Path) -> None:
             events.append("write")
             super().write(fd, data, offset)
 
-    def recording(put: Any, remove: Any) -> None:
+    def recording(put: Any, remove: Any, uses: Any = ()) -> None:
         events.append("commit")
-        commit(put, remove)
+        commit(put, remove, uses)
 
     index.commit = recording
     with ssd_tier(tmp_path, index, Recording()) as tier:
@@ -285,7 +295,7 @@ def test_a_failing_disk_drops_the_write_and_nothing_else(
     fs = FaultyFileSystem()
     with ssd_tier(tmp_path, MemoryIndex(), fs, segment=3 * SLOT_BYTES + PAGE_BYTES) as tier:
         kept = {n: store_one(tier, record_of(n)) for n in range(2)}
-        room = tier.room(record_of(0))
+        room = tier.room(SLOT_BYTES)
         fs.fail(operation, error, nth=nth)
         records = [record_of(n) for n in range(2, 8)]
         placed = tier.write(records, [payload(r) for r in records])
@@ -296,18 +306,19 @@ def test_a_failing_disk_drops_the_write_and_nothing_else(
         for number, where in kept.items():
             record = record_of(number)
             assert fetch(tier, record, where) == (ReadResult.OK, bytes(payload(record)))
-        assert tier.room(record_of(0)) >= room - len(records)
+        assert tier.room(SLOT_BYTES) >= room - len(records)
         assert store_one(tier, record_of(100)) is not None
 
 
 def test_a_failed_commit_stores_nothing(tmp_path: Path) -> None:
     """If the index does not commit, no block of the batch is stored and its slots are free."""
     index = MemoryIndex()
-    with ssd_tier(tmp_path, index) as tier:
+    failures: list[int] = []
+    with ssd_tier(tmp_path, index, failed=lambda: failures.append(1)) as tier:
         index.error = OSError(errno.EIO, "no commit")
         records = [record_of(n) for n in range(4)]
         assert tier.write(records, [payload(r) for r in records]) == [None] * 4
-        assert tier.write_errors == 1
+        assert failures == [1]
         index.error = None
         assert tier.check() == []
         assert tier.usage().blocks == 0
@@ -446,7 +457,7 @@ def test_room_is_what_can_be_written(tmp_path: Path) -> None:
         folder = tmp_path / str(segment)
         size = segment * SLOT_BYTES + PAGE_BYTES
         with ssd_tier(folder, MemoryIndex(), segment=size) as tier:
-            room = tier.room(record_of(0))
+            room = tier.room(SLOT_BYTES)
             records = [record_of(n) for n in range(room)]
             assert None not in tier.write(records, [payload(r) for r in records])
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+import time
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import FormatError, StoreFailed, StoreLocked
 from kvtier.identity import SPEC_BYTES_MAX, KVSpec
 from kvtier.tiers.segment import FORMAT_VERSION
+from kvtier.tiers.write_budget import SAVED_BYTES_MAX
 
 if TYPE_CHECKING:
     from kvtier.tiers.fs import FileSystem
 
 __all__ = ["StoreDirectory"]
 
+log = logging.getLogger(__name__)
+
 _FORMAT_LINE: Final = re.compile(rb"kvtier store, format (\d{1,9})\n")
 _FORMAT_BYTES_MAX: Final = 64
 COSTS_BYTES_MAX: Final = 1 << 20
+LOCK_S_MAX: Final = 1.0
+"""How long an open waits for a writer that is going away."""
+LOCK_RETRY_S: Final = 0.01
+OTHERS_MODE: Final = 0o077
 _TEMPORARY: Final = ".new"
 # What a process that died while it made a new store may leave behind, or a new file system has.
 _BEFORE_FORMAT: Final = frozenset({"LOCK", "FORMAT.new", "lost+found"})
@@ -62,16 +71,33 @@ class StoreDirectory:
                 "name an empty or a new directory"
             )
         lock = self._keep(fs.open_file(self.root, "LOCK", write=True, create="LOCK" not in names))
-        if not fs.lock(lock):
+        if not self._wait_for(lock):
             raise StoreLocked(f"{self.path}: another writer holds this store; one at a time")
         self._lock = lock
         if "FORMAT" not in names:
             line = b"kvtier store, format %d\n" % FORMAT_VERSION
             self._replace(self.root, "FORMAT", line)
+        mode = fs.mode(self.root)
+        if mode & OTHERS_MODE:
+            log.warning(
+                "%s: others may enter this directory (mode %04o): KV is as private as the prompts "
+                "it was made from; chmod 0700 it, or set integrity_key if it must be shared",
+                self.path,
+                mode,
+            )
         self.specs = self._keep(fs.open_subdirectory(self.root, "specs"))
         self.segments = self._keep(fs.open_subdirectory(self.root, "segments"))
         self._keep(fs.open_subdirectory(self.root, "index"))  # LMDB opens it by path, if it is one
         fs.sync_directory(self.root)
+
+    def _wait_for(self, lock: int) -> bool:
+        """Take the lock; a killed writer's index may hold it until its last commit has ended."""
+        deadline = time.monotonic() + LOCK_S_MAX
+        while not self._fs.lock(lock):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOCK_RETRY_S)
+        return True
 
     def _keep(self, fd: int) -> int:
         self._open.append(fd)
@@ -87,6 +113,13 @@ class StoreDirectory:
             raise FormatError(
                 f"{self.path}: store of format {version}; this kvtier reads {FORMAT_VERSION}"
             )
+
+    @property
+    def lock_fd(self) -> int:
+        """The descriptor of LOCK: whoever else holds it keeps the store locked."""
+        if self._lock is None:
+            raise StoreFailed(f"{self.path}: the directory is closed")
+        return self._lock
 
     @property
     def index_path(self) -> str:
@@ -124,6 +157,17 @@ class StoreDirectory:
         """Replace the cost file."""
         if len(data) <= COSTS_BYTES_MAX:
             self._replace(self.root, "costs.msgpack", data)
+
+    def read_writes(self) -> bytes:
+        """Return what the write budget saved, empty if nothing or if it cannot be read."""
+        try:
+            return self._read(self.root, "writes.msgpack", SAVED_BYTES_MAX)
+        except OSError:
+            return b""
+
+    def write_writes(self, data: bytes) -> None:
+        """Replace what the write budget saved, durably."""
+        self._replace(self.root, "writes.msgpack", data)
 
     def _read(self, directory: int, name: str, limit: int) -> bytes:
         fd = self._fs.open_file(directory, name, write=False, create=False)

@@ -6,6 +6,7 @@ All names are relative to an open directory and opened with O_NOFOLLOW; files ar
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -20,6 +21,7 @@ __all__ = ["DISK_UNIT", "FileSystem", "PosixFileSystem"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 DISK_UNIT = 512  # st_blocks counts in this unit whatever the file system's block size
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class FileSystem(Protocol):
@@ -31,8 +33,13 @@ class FileSystem(Protocol):
     def open_subdirectory(self, directory: int, name: str) -> int:
         """Open a directory within another one, making it (0700) if it is missing."""
 
-    def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
-        """Open a regular file; ``create`` fails if it exists."""
+    def open_file(
+        self, directory: int, name: str, *, write: bool, create: bool, direct: bool = False
+    ) -> int:
+        """Open a regular file; ``create`` fails if it exists.
+
+        ``direct`` bypasses the page cache: addresses, lengths and offsets are then whole pages.
+        """
 
     def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers from ``offset``; returns the bytes read, fewer only at the end."""
@@ -42,6 +49,15 @@ class FileSystem(Protocol):
 
     def sync(self, fd: int) -> None:
         """Make a file's data and size durable."""
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give a range's disk space back; it reads as zeros from then on."""
+
+    def data_ranges(self, fd: int) -> list[tuple[int, int]]:
+        """Return the ranges (start, stop) of a file that occupy disk; all of it if unknown."""
+
+    def evict_cache(self, fd: int, offset: int, nbytes: int) -> None:
+        """Advise that a range will not be read again soon."""
 
     def sync_directory(self, directory: int) -> None:
         """Make names in a directory durable."""
@@ -60,6 +76,9 @@ class FileSystem(Protocol):
 
     def disk_bytes(self, directory: int, name: str) -> int:
         """Return what a file occupies on disk, as du counts it."""
+
+    def mode(self, fd: int) -> int:
+        """Return the permission bits of an open file or directory."""
 
     def lock(self, fd: int) -> bool:
         """Take an exclusive lock without waiting; False if someone holds it."""
@@ -91,9 +110,13 @@ class PosixFileSystem:
             os.mkdir(name, 0o700, dir_fd=directory)
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
 
-    def open_file(self, directory: int, name: str, *, write: bool, create: bool) -> int:
+    def open_file(
+        self, directory: int, name: str, *, write: bool, create: bool, direct: bool = False
+    ) -> int:
         """Open a regular file; ``create`` fails if it exists."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)
+        if direct:
+            flags |= os.O_DIRECT
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         fd = os.open(name, flags | os.O_NONBLOCK, 0o600, dir_fd=directory)
@@ -127,6 +150,36 @@ class PosixFileSystem:
         """Make a file's data and size durable."""
         os.fdatasync(fd)
 
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give a range's disk space back; it reads as zeros from then on."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        call = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
+        if call is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        if call(fd, _PUNCH, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    def data_ranges(self, fd: int) -> list[tuple[int, int]]:
+        """Return the ranges (start, stop) of a file that occupy disk; all of it if unknown."""
+        size = os.fstat(fd).st_size
+        ranges: list[tuple[int, int]] = []
+        stop = 0
+        while stop < size:
+            try:
+                start = os.lseek(fd, stop, os.SEEK_DATA)
+                stop = os.lseek(fd, start, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                    return ranges
+                return [(0, size)]
+            ranges.append((start, stop))
+        return ranges
+
+    def evict_cache(self, fd: int, offset: int, nbytes: int) -> None:
+        """Advise that a range will not be read again soon."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
     def sync_directory(self, directory: int) -> None:
         """Make names in a directory durable."""
         os.fsync(directory)
@@ -151,6 +204,10 @@ class PosixFileSystem:
         """Return what a file occupies on disk, as du counts it."""
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         return found.st_blocks * DISK_UNIT
+
+    def mode(self, fd: int) -> int:
+        """Return the permission bits of an open file or directory."""
+        return stat.S_IMODE(os.fstat(fd).st_mode)
 
     def lock(self, fd: int) -> bool:
         """Take an exclusive lock without waiting; False if someone holds it."""

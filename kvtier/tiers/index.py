@@ -1,195 +1,310 @@
-"""The SSD tier's index in LMDB: block id -> where its record is; the only module that knows LMDB.
+"""The SSD tier's index: block id -> where its record is, kept by a process that may die for it.
 
-The index is a hint, the record's header is the truth. Keys are namespace and block hash (64 bytes);
-values are fixed structs (FORMAT.md). One write transaction per commit, synced before it returns.
+The index is a hint, the record's header is the truth. A damaged LMDB file kills whoever reads it;
+here that is the keeper (``keeper.py``), and the caller gets an error.
 """
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
-import struct
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-import lmdb
+import numpy as np
 
 from kvtier.errors import FormatError
-from kvtier.tiers.base import BlockId, Location
-from kvtier.tiers.fs import DISK_UNIT
+from kvtier.tiers import keeper
+from kvtier.tiers.base import BlockId
+from kvtier.tiers.entries import ENTRY, KEY_BYTES, Entries, table
+from kvtier.tiers.link import Answer, Link
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Sequence
 
-__all__ = ["Entry", "Index", "LmdbIndex"]
+__all__ = [
+    "INDEX_COMMIT_BYTES_MAX",
+    "Changes",
+    "Index",
+    "LmdbIndex",
+    "LmdbIndexReader",
+    "Use",
+]
 
-log = logging.getLogger(__name__)
-
-_VALUE: Final = struct.Struct("<HHHHQQIQQQQiIQ32s32s")
-_VERSION: Final = 1
-_FILES: Final = ("data.mdb", "lock.mdb")
-_KEY_BYTES: Final = 64
 INDEX_COMMIT_BYTES_MAX: Final = 1 << 20
 """What one commit may add to the index file before the tier looks at its size again."""
+SNAPSHOT_TRIES: Final = 3
+"""How often a snapshot starts over because the journal lost what changed while it was read."""
+_KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY.itemsize})
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One stored block as the index knows it."""
+class Use:
+    """That a block was used: hits to add to its entry, and when it last was, in ns since 1970."""
 
     id: BlockId
-    location: Location
-    payload_bytes: int
-    position: int
-    parent: bytes
-    tenant_digest: bytes
-    kind: int = 0
-    codec: int = 0
-    priority: int = 0
-    created_ns: int = 0
-    expiry_ns: int = 0
-    hits: int = 0
-    last_use_ns: int = 0
+    hits: int
+    last_use_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What led to ``sequence``: each block once, with what became of it last."""
+
+    sequence: int
+    put: Entries
+    removed: list[BlockId]
 
 
 class Index(Protocol):
-    """A durable map of entries."""
+    """A durable map of entries; thread-safe. What fails once does not hang: waits are bounded."""
 
-    def entries(self) -> Iterator[Entry]:
-        """Walk all entries; ``FormatError`` if the index cannot be read."""
+    def entries(self) -> Entries:
+        """Return all entries as a table; ``FormatError`` if the index cannot be read."""
 
-    def commit(self, put: Iterable[Entry], remove: Iterable[BlockId]) -> None:
-        """Apply removals and additions in one durable transaction; ``OSError`` if it did not."""
+    def commit(
+        self, put: Sequence[bytes], remove: Sequence[BlockId], uses: Sequence[Use] = ()
+    ) -> None:
+        """Apply removals, then packed entries, then uses, in one durable transaction.
+
+        ``OSError`` if that did not happen, or nobody knows: then ``healthy`` is False.
+        """
 
     def reset(self) -> None:
         """Start over empty, because what is there cannot be read."""
 
+    def reopen(self) -> None:
+        """Start over with what is on disk, because nobody knows what became of a commit."""
+
+    def healthy(self) -> bool:
+        """Return whether commits can succeed; ``reset`` or ``reopen`` may mend it if not."""
+
     def disk_bytes(self) -> int:
-        """Return what the index occupies on disk."""
+        """Return what the index occupied on disk after the last answer; never blocks."""
+
+    def write_bytes(self) -> int:
+        """Return what commits have written so far, where the system tells; never blocks."""
 
     def close(self) -> None:
         """Close the index; idempotent."""
 
 
 class LmdbIndex:
-    """LMDB in ``path``, growing up to ``bytes_max`` of address space.
+    """LMDB in ``path``, growing up to ``bytes_max`` bytes, in a process of its own.
 
-    An index that cannot be opened or read is not an error of the store: ``entries`` raises
-    ``FormatError``, and after ``reset`` it is rebuilt from the records' headers.
+    That process ends with this one, after the commit that it is at work on; until then it keeps
+    ``lock_fd`` open, and with it an flock. It is killed if an answer takes ``reply_s_max`` seconds.
     """
 
-    def __init__(self, path: str, bytes_max: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        bytes_max: int,
+        *,
+        lock_fd: int | None = None,
+        reply_s_max: float = 60.0,
+    ) -> None:
         self._path = path
         self._bytes_max = bytes_max
-        self._env: lmdb.Environment | None = None
+        self._lock_fd = lock_fd
+        self._reply_s_max = reply_s_max
+        self._written_before = 0
+        self._closed = False
+        self._restart = threading.Lock()
         os.makedirs(path, mode=0o700, exist_ok=True)
-        try:
-            self._env = self._open()
-        except (lmdb.Error, FormatError) as error:
-            log.warning("%s: the index cannot be opened: %s", path, error)
+        self._link = self._linked()
 
-    def _open(self) -> lmdb.Environment:
-        env = lmdb.open(
-            self._path, map_size=self._bytes_max, mode=0o600, max_dbs=0, readahead=False
+    def _linked(self) -> Link:
+        return Link(
+            self._path, self._bytes_max, lock_fd=self._lock_fd, reply_s_max=self._reply_s_max
         )
-        # A file shorter than its last page would be a SIGBUS later, not an error.
-        wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        size = os.stat(f"{self._path}/data.mdb").st_size
-        if size and size < wanted:
-            env.close()
-            raise FormatError(f"data.mdb has {size} of {wanted} bytes")
-        return env
 
-    def entries(self) -> Iterator[Entry]:
-        """Walk all entries; ``FormatError`` if the index cannot be read."""
-        if self._env is None:
-            raise FormatError(f"{self._path}: the index cannot be opened")
+    def entries(self) -> Entries:
+        """Return all entries as a table; ``FormatError`` if the index cannot be read."""
+        link = self._usable()
         try:
-            with self._env.begin(buffers=False) as transaction:
-                for key, value in transaction.cursor():
-                    yield _decode(key, value)
-        except (lmdb.Error, struct.error, ValueError) as error:
-            raise FormatError(f"{self._path}: the index cannot be read: {error}") from error
+            return _walked(link)[2]
+        except OSError as error:
+            if link.fault is None:
+                raise
+            raise FormatError(f"{error.strerror}; the index cannot be read") from error
+
+    def commit(
+        self, put: Sequence[bytes], remove: Sequence[BlockId], uses: Sequence[Use] = ()
+    ) -> None:
+        """Apply removals, then packed entries, then uses, in one durable transaction.
+
+        ``OSError`` if that did not happen, or nobody knows: then ``healthy`` is False.
+        """
+        keys = [block.namespace + block.hash for block in remove]
+        if any(len(key) != KEY_BYTES for key in keys) or any(
+            len(entry) != ENTRY.itemsize for entry in put
+        ):
+            raise ValueError(f"an entry is {ENTRY.itemsize} bytes, and a key {KEY_BYTES}")
+        used = [
+            keeper.USE.pack(use.id.namespace + use.id.hash, use.hits, use.last_use_ns)
+            for use in uses
+        ]
+        counts = keeper.COMMITTED.pack(len(keys), len(put), len(used))
+        try:
+            self._usable().ask(keeper.COMMIT, b"".join((counts, *keys, *put, *used)))
+        except FormatError as error:
+            raise OSError(errno.EIO, str(error)) from error
 
     def reset(self) -> None:
         """Start over empty, because what is there cannot be read."""
-        self.close()
-        for name in _FILES:
-            with suppress(FileNotFoundError):
-                os.unlink(f"{self._path}/{name}")
-        self._env = self._open()
+        with self._restart:
+            self._usable()
+            self._end(kill=True)
+            # The lock first: whoever finds the new data finds the new lock.
+            for name in reversed(keeper.FILES):
+                _remove(f"{self._path}/{name}")
+            os.makedirs(self._path, mode=0o700, exist_ok=True)
+            self._link = self._linked()
 
-    def commit(self, put: Iterable[Entry], remove: Iterable[BlockId]) -> None:
-        """Apply removals and additions in one durable transaction; ``OSError`` if it did not."""
-        if self._env is None:
-            raise OSError(f"{self._path}: the index is closed")
-        try:
-            with self._env.begin(write=True) as transaction:
-                for block in remove:
-                    transaction.delete(block.namespace + block.hash)
-                for entry in put:
-                    transaction.put(entry.id.namespace + entry.id.hash, _encode(entry))
-        except lmdb.Error as error:
-            raise OSError(f"{self._path}: the index did not commit: {error}") from error
+    def reopen(self) -> None:
+        """Start over with what is on disk, because nobody knows what became of a commit."""
+        with self._restart:
+            self._usable()
+            self._end(kill=False)
+            self._link = self._linked()
+
+    def healthy(self) -> bool:
+        """Return whether commits can succeed; ``reset`` or ``reopen`` may mend it if not."""
+        return self._link.fault is None
 
     def disk_bytes(self) -> int:
-        """Return what the index occupies on disk."""
-        total = 0
-        for name in _FILES:
-            with suppress(FileNotFoundError):
-                total += os.stat(f"{self._path}/{name}").st_blocks * DISK_UNIT
-        return total
+        """Return what the index occupied on disk after the last answer; never blocks."""
+        return self._link.disk_bytes
+
+    def write_bytes(self) -> int:
+        """Return what commits have written so far, where the system tells; never blocks."""
+        return self._written_before + self._link.write_bytes
 
     def close(self) -> None:
         """Close the index; idempotent."""
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+        self._closed = True
+        self._link.close()
+
+    def _usable(self) -> Link:
+        link = self._link
+        link.check_owner()
+        if self._closed:
+            raise OSError(errno.EBADF, f"{self._path}: the index is closed")
+        return link
+
+    def _end(self, *, kill: bool) -> None:
+        link = self._link
+        link.close(kill=kill)
+        self._written_before += link.write_bytes
+        link.write_bytes = 0
 
 
-def _encode(entry: Entry) -> bytes:
-    return _VALUE.pack(
-        _VERSION,
-        entry.kind,
-        entry.codec,
-        0,
-        entry.position,
-        entry.location.segment,
-        entry.location.slot,
-        entry.location.slot_bytes,
-        entry.payload_bytes,
-        entry.created_ns,
-        entry.expiry_ns,
-        entry.priority,
-        entry.hits,
-        entry.last_use_ns,
-        entry.tenant_digest,
-        entry.parent,
+class LmdbIndexReader:
+    """The index in ``path`` as another process than its writer's follows it; thread-safe.
+
+    A process of its own reads it, in transactions of milliseconds, and is started again when it
+    died. It finds the index by itself when its writer starts over.
+    """
+
+    def __init__(self, path: str, *, reply_s_max: float = 60.0) -> None:
+        self._path = path
+        self._reply_s_max = reply_s_max
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._closed = False
+        self._link: Link | None = None
+        self._birth = b""
+
+    def snapshot(self) -> tuple[int, Entries]:
+        """Return a sequence number and all entries as of then; ``FormatError`` if unreadable."""
+        link = self._usable()
+        try:
+            for _ in range(SNAPSHOT_TRIES):
+                birth, sequence, entries = _walked(link)
+                with self._lock:
+                    self._birth = birth
+                changes = self._since(link, sequence)
+                if changes is not None:
+                    return changes.sequence, _merged(entries, changes)
+        except OSError as error:
+            raise FormatError(f"{error.strerror}; the index cannot be read") from error
+        raise FormatError(f"{self._path}: the index changes faster than it can be read")
+
+    def since(self, sequence: int) -> Changes | None:
+        """Return what changed after ``sequence``; None if only a snapshot can tell."""
+        link = self._usable()
+        try:
+            return self._since(link, sequence)
+        except (OSError, FormatError):
+            return None  # the snapshot says why
+
+    def close(self) -> None:
+        """Close the reader; idempotent."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.close()
+
+    def _since(self, link: Link, sequence: int) -> Changes | None:
+        body = link.ask(keeper.SINCE, keeper.SEQUENCE.pack(sequence)).body
+        birth, last, count = keeper.JOURNAL.unpack_from(body)
+        if count < 0 or birth != self._birth:
+            return None
+        folded: dict[bytes, bytes] = {}
+        for start in range(keeper.JOURNAL.size, len(body), keeper.RECORD_BYTES):
+            record = body[start : start + keeper.RECORD_BYTES]
+            folded[record[1 : 1 + KEY_BYTES]] = record
+        put = [record[1:] for record in folded.values() if record[0] == keeper.PUT]
+        removed = [
+            BlockId(key[:32], key[32:]) for key, record in folded.items() if record[0] != keeper.PUT
+        ]
+        return Changes(last, table(put), removed)
+
+    def _usable(self) -> Link:
+        if os.getpid() != self._owner:
+            raise OSError(errno.EPERM, f"{self._path}: the index belongs to this process's parent")
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.EBADF, f"{self._path}: the index is closed")
+            if self._link is None or self._link.fault is not None:
+                self._link = Link(self._path, 0, lock_fd=None, reply_s_max=self._reply_s_max)
+            return self._link
+
+
+def _walked(link: Link) -> tuple[bytes, int, Entries]:
+    answer: Answer = link.ask(keeper.WALK, b"")
+    birth, sequence, rows = keeper.WALKED.unpack(answer.body)
+    return birth, sequence, answer.rows(rows)
+
+
+def _merged(entries: Entries, changes: Changes) -> Entries:
+    """Return a table that rises by key with changes applied, whether or not it has them already."""
+    changed = np.frombuffer(
+        b"".join(
+            [*(row.tobytes()[:KEY_BYTES] for row in changes.put)]
+            + [block.namespace + block.hash for block in changes.removed]
+        ),
+        dtype="S64",
     )
+    if not changed.size:
+        return entries
+    keys = entries.view(_KEYS)["key"]
+    rows = np.searchsorted(keys, changed)
+    found = rows[rows < keys.size]
+    found = found[keys[found] == changed[rows < keys.size]]
+    kept = np.ones(keys.size, dtype=bool)
+    kept[found] = False
+    return np.concatenate([entries[kept], changes.put])
 
 
-def _decode(key: bytes, value: bytes) -> Entry:
-    if len(key) != _KEY_BYTES:
-        raise ValueError(f"a key of {len(key)} bytes")
-    (
-        version, kind, codec, _reserved, position, segment, slot, slot_bytes, payload,
-        created, expiry, priority, hits, last_use, tenant, parent,
-    ) = _VALUE.unpack(value)  # fmt: skip
-    if version != _VERSION:
-        raise ValueError(f"an entry of version {version}")
-    return Entry(
-        id=BlockId(key[:32], key[32:]),
-        location=Location(segment, slot, slot_bytes),
-        payload_bytes=payload,
-        position=position,
-        parent=parent,
-        tenant_digest=tenant,
-        kind=kind,
-        codec=codec,
-        priority=priority,
-        created_ns=created,
-        expiry_ns=expiry,
-        hits=hits,
-        last_use_ns=last_use,
-    )
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.rmdir(path)
+        else:
+            os.unlink(path)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvtier.tiers.entries import id_at
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from kvtier.tiers.base import BlockId
-    from kvtier.tiers.index import Entry
+    from kvtier.tiers.entries import Entries
     from kvtier.tiers.segment import SegmentHeader
 
 __all__ = ["FoundSegment", "Repairs", "plan_repairs"]
@@ -18,13 +21,18 @@ __all__ = ["FoundSegment", "Repairs", "plan_repairs"]
 
 @dataclass(frozen=True, slots=True)
 class FoundSegment:
-    """A segment file as found: its header, and how many slots its length reaches into."""
+    """A segment file as found.
+
+    ``slots_written`` is how many slots its length reaches into, ``holes`` those of them that occupy
+    no disk.
+    """
 
     header: SegmentHeader
     slots_written: int
+    holes: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Repairs:
     """What to change so that index and segments agree.
 
@@ -32,28 +40,38 @@ class Repairs:
     the reason; ``unlink`` are segments that hold nothing.
     """
 
-    keep: tuple[Entry, ...]
+    keep: Entries
     remove: tuple[tuple[BlockId, str], ...]
     unlink: tuple[int, ...]
 
 
-def plan_repairs(entries: Sequence[Entry], segments: Mapping[int, FoundSegment]) -> Repairs:
+def plan_repairs(entries: Entries, segments: Mapping[int, FoundSegment]) -> Repairs:
     """Decide what is kept. Whatever is in doubt is a miss: it is never a reason not to open."""
-    claims = Counter((entry.location.segment, entry.location.slot) for entry in entries)
-    keep: list[Entry] = []
-    remove: list[tuple[BlockId, str]] = []
-    for entry in entries:
-        where = entry.location
-        found = segments.get(where.segment)
-        if found is None:
-            remove.append((entry.id, "its segment is gone"))
-        elif where.slot_bytes != found.header.slot_bytes:
-            remove.append((entry.id, "its segment has another slot size"))
-        elif where.slot >= found.slots_written:
-            remove.append((entry.id, "its segment ends before it"))
-        elif claims[where.segment, where.slot] > 1:
-            remove.append((entry.id, "two entries claim its slot"))
-        else:
-            keep.append(entry)
-    live = {entry.location.segment for entry in keep}
-    return Repairs(tuple(keep), tuple(remove), tuple(sorted(set(segments) - live)))
+    names, which = np.unique(entries["segment"], return_inverse=True)
+    found = [segments.get(int(name)) for name in names]
+    exists = np.array([one is not None for one in found], dtype=bool)[which]
+    size = np.array([one.header.slot_bytes if one else 0 for one in found], dtype=np.uint64)
+    written = np.array([one.slots_written if one else 0 for one in found], dtype=np.uint64)
+    slot = entries["slot"].astype(np.uint64)
+    # A claim is one number: the segment's place in ``names`` above the slot.
+    claim = (which.astype(np.uint64) << np.uint64(32)) | slot
+    _, claimed, claims = np.unique(claim, return_inverse=True, return_counts=True)
+    wrong = (
+        (~exists, "its segment is gone"),
+        (entries["slot_bytes"] != size[which], "its segment has another slot size"),
+        (slot >= written[which], "its segment ends before it"),
+        (claims[claimed] > 1, "two entries claim its slot"),
+    )
+    good = np.ones(len(entries), dtype=bool)
+    reasons: dict[int, str] = {}
+    for failed, reason in wrong:
+        for row in np.flatnonzero(failed & good):
+            reasons[int(row)] = reason
+        good &= ~failed
+    keep = entries if good.all() else entries[good]
+    held = set(np.unique(keep["segment"]).tolist())
+    return Repairs(
+        keep,
+        tuple((id_at(entries, row), reason) for row, reason in sorted(reasons.items())),
+        tuple(sorted(set(segments) - held)),
+    )

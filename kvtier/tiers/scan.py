@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import FormatError
-from kvtier.tiers.base import BlockId, Location, Record
-from kvtier.tiers.index import Entry
+from kvtier.tiers.entries import entry_of
 from kvtier.tiers.recovery import FoundSegment
 from kvtier.tiers.segment import (
+    HEADER_PAGES_MAX,
     PAGE_BYTES,
     SegmentHeader,
     decode_header,
@@ -19,13 +19,17 @@ from kvtier.tiers.segment import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvtier.tiers.base import BlockId, Location, Record
     from kvtier.tiers.fs import FileSystem
 
-__all__ = ["entry_of", "find_segments", "record_offset", "scan_headers", "segment_name"]
+__all__ = ["find_segments", "record_offset", "scan_headers", "segment_name"]
 
 log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"([0-9a-f]{16})\.seg")
+_TEMPORARY: Final = ".new"
 
 
 def segment_name(segment: int) -> str:
@@ -36,24 +40,6 @@ def segment_name(segment: int) -> str:
 def record_offset(where: Location) -> int:
     """Return where in its segment a record begins."""
     return PAGE_BYTES + where.slot * where.slot_bytes
-
-
-def entry_of(record: Record, where: Location, last_use_ns: int) -> Entry:
-    """Return the index entry of a record at ``where``."""
-    return Entry(
-        id=record.id,
-        location=where,
-        payload_bytes=record.payload_bytes,
-        position=record.position,
-        parent=record.parent,
-        tenant_digest=record.tenant_digest,
-        kind=int(record.kind),
-        codec=record.codec,
-        priority=record.priority,
-        created_ns=record.created_ns,
-        expiry_ns=record.expiry_ns,
-        last_use_ns=last_use_ns,
-    )
 
 
 def find_segments(directory: int, fs: FileSystem) -> tuple[dict[int, FoundSegment], int]:
@@ -68,51 +54,72 @@ def find_segments(directory: int, fs: FileSystem) -> tuple[dict[int, FoundSegmen
         match = _NAME.fullmatch(name)
         try:
             if match is None:
-                log.warning("segments/%s is not a segment; left alone", name)
-                unused_bytes += fs.disk_bytes(directory, name)
+                unused_bytes += _stranger(directory, fs, name)
                 continue
             segment = int(match[1], 16)
-            header, size = _segment_header(directory, fs, segment)
+            found[segment] = _found(directory, fs, segment)
         except FormatError as error:
             log.warning("segments/%s is damaged and removed: %s", name, error)
             fs.unlink(directory, name)
-            continue
         except OSError as error:
             log.warning("segments/%s cannot be read, its blocks are misses: %s", name, error)
             unused_bytes += fs.disk_bytes(directory, name)
-            continue
-        reach = -(-(size - PAGE_BYTES) // header.slot_bytes)
-        found[segment] = FoundSegment(header, min(max(reach, 0), header.slots))
     return found, unused_bytes
 
 
-def scan_headers(directory: int, fs: FileSystem, found: dict[int, FoundSegment]) -> list[Entry]:
-    """Read every slot's header; the newest record of a block wins."""
-    best: dict[BlockId, Entry] = {}
-    for segment, slab in found.items():
-        for slot in range(slab.slots_written):
-            where = Location(segment, slot, slab.header.slot_bytes)
-            record = _read_header(directory, fs, where)
-            if record is None:
-                continue
-            known = best.get(record.id)
-            if known is None or known.created_ns <= record.created_ns:
-                best[record.id] = entry_of(record, where, record.created_ns)
-    return list(best.values())
+def _stranger(directory: int, fs: FileSystem, name: str) -> int:
+    if name.endswith(_TEMPORARY):
+        # The directory is locked: whoever was writing this file is gone.
+        fs.unlink(directory, name)
+        return 0
+    log.warning("segments/%s is not a segment; left alone", name)
+    return fs.disk_bytes(directory, name)
 
 
-def _segment_header(directory: int, fs: FileSystem, segment: int) -> tuple[SegmentHeader, int]:
+def scan_headers(directory: int, fs: FileSystem, slots: Iterable[Location]) -> list[bytes]:
+    """Read the headers of some slots and return their entries; the newest record of a block wins.
+
+    Slots that hold no record, or one that fails its checksum, are left out.
+    """
+    best: dict[BlockId, tuple[int, bytes]] = {}
+    for where in slots:
+        record = _read_header(directory, fs, where)
+        if record is None:
+            continue
+        known = best.get(record.id)
+        if known is None or known[0] <= record.created_ns:
+            entry = entry_of(record, where, record.created_ns)
+            best[record.id] = (record.created_ns, entry)
+    return [entry for _, entry in best.values()]
+
+
+def _found(directory: int, fs: FileSystem, segment: int) -> FoundSegment:
     page = bytearray(PAGE_BYTES)
     fd = fs.open_file(directory, segment_name(segment), write=False, create=False)
     try:
         count = fs.read(fd, [memoryview(page)], 0)
+        header = decode_segment(page[:count])
+        if header.id != segment:
+            raise FormatError(f"its header says segment {header.id}")
         size = fs.size(fd)
+        reach = -(-(size - PAGE_BYTES) // header.slot_bytes)
+        written = min(max(reach, 0), header.slots)
+        holes: frozenset[int] = frozenset()
+        if fs.disk_bytes(directory, segment_name(segment)) < size:
+            holes = _holes(fs.data_ranges(fd), header, written)
+        return FoundSegment(header, written, holes)
     finally:
         fs.close(fd)
-    header = decode_segment(page[:count])
-    if header.id != segment:
-        raise FormatError(f"its header says segment {header.id}")
-    return header, size
+
+
+def _holes(ranges: list[tuple[int, int]], header: SegmentHeader, written: int) -> frozenset[int]:
+    """Return the slots that no range of data touches."""
+    touched = bytearray(written)
+    for start, stop in ranges:
+        first = max(start - PAGE_BYTES, 0) // header.slot_bytes
+        last = min(-(-(stop - PAGE_BYTES) // header.slot_bytes), written)
+        touched[first:last] = b"\1" * max(last - first, 0)
+    return frozenset(slot for slot in range(written) if not touched[slot])
 
 
 def _read_header(directory: int, fs: FileSystem, where: Location) -> Record | None:
@@ -126,11 +133,12 @@ def _read_header(directory: int, fs: FileSystem, where: Location) -> Record | No
         if fs.read(fd, [memoryview(page)], offset) < PAGE_BYTES:
             return None
         size = int.from_bytes(page[12:16], "little")
-        if not PAGE_BYTES <= size <= where.slot_bytes:
+        if not PAGE_BYTES <= size <= min(where.slot_bytes, HEADER_PAGES_MAX * PAGE_BYTES):
             return None
-        page = bytearray(size)
-        if fs.read(fd, [memoryview(page)], offset) < size:
-            return None
+        if size > PAGE_BYTES:
+            page = bytearray(size)
+            if fs.read(fd, [memoryview(page)], offset) < size:
+                return None
         record, _digests = decode_header(page)
     except (FormatError, OSError):
         return None

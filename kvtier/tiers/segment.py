@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT_VERSION",
+    "HEADER_PAGES_MAX",
     "PAGE_BYTES",
+    "SLOTS_MAX",
     "SegmentHeader",
     "decode_header",
     "decode_segment",
     "encode_header",
     "encode_segment",
     "header_bytes",
+    "header_tag",
+    "keyed_tag",
     "part_digests",
     "slot_bytes",
 ]
@@ -30,6 +35,8 @@ __all__ = [
 FORMAT_VERSION: Final = 1
 PAGE_BYTES: Final = 4096
 HEADER_PAGES_MAX: Final = 256
+SLOTS_MAX: Final = 1 << 20
+"""Slots in one segment."""
 
 _SEGMENT_MAGIC: Final = b"KVTSEG\r\n"
 _SEGMENT: Final = struct.Struct("<8sIIQQ16s")  # magic, version, slots, id, slot bytes, checksum
@@ -38,6 +45,7 @@ _PREFIX: Final = struct.Struct("<8sII16s")  # magic, version, header bytes, chec
 _FIXED: Final = struct.Struct("<32s32s32s32s32sQHHIQQiIQ16x")
 _PART: Final = struct.Struct("<QQII8I8x")
 _CHECKSUM: Final = slice(16, 32)
+_TAG: Final = slice(96, 128)
 _TABLE_OFFSET: Final = _PREFIX.size + _FIXED.size
 _NO_TAG: Final = bytes(32)
 _TENSORS_MAX: Final = 4
@@ -77,7 +85,7 @@ def decode_segment(page: bytes | bytearray) -> SegmentHeader:
     data[32:48] = bytes(16)
     if xxhash.xxh3_128_digest(data) != checksum:
         raise FormatError("segment header fails its checksum")
-    if slots < 1 or size < 2 * PAGE_BYTES or size % PAGE_BYTES:
+    if not 1 <= slots <= SLOTS_MAX or size < 2 * PAGE_BYTES or size % PAGE_BYTES:
         raise FormatError(f"segment of {slots} slots of {size} bytes")
     return SegmentHeader(segment, slots, size)
 
@@ -103,7 +111,25 @@ def part_digests(part_bytes: Sequence[int], payload: memoryview) -> list[int]:
     return digests
 
 
-def encode_header(record: Record, digests: Sequence[int]) -> bytes:
+def keyed_tag(key: bytes, header: bytes | bytearray | memoryview, payload: memoryview) -> bytes:
+    """Return HMAC-SHA256 over a header with checksum and tag zero, and over the payload.
+
+    The checksums find damage; only this finds a record that somebody made up.
+    """
+    page = bytearray(header)
+    page[_CHECKSUM] = bytes(16)
+    page[_TAG] = _NO_TAG
+    tag = hmac.new(key, page, "sha256")
+    tag.update(payload)
+    return tag.digest()
+
+
+def header_tag(header: bytes | bytearray | memoryview) -> bytes:
+    """Return the keyed tag that a header carries; zeros if it was written without a key."""
+    return bytes(header[_TAG])
+
+
+def encode_header(record: Record, digests: Sequence[int], tag: bytes = _NO_TAG) -> bytes:
     """Return a record's header; ``digests`` are the parts' checksums."""
     size = header_bytes(len(record.part_bytes))
     page = bytearray(size)
@@ -113,7 +139,7 @@ def encode_header(record: Record, digests: Sequence[int]) -> bytes:
         _PREFIX.size,
         record.id.namespace,
         record.tenant_digest,
-        _NO_TAG,
+        tag,
         record.id.hash,
         record.parent,
         record.position,
@@ -137,7 +163,7 @@ def encode_header(record: Record, digests: Sequence[int]) -> bytes:
     return bytes(page)
 
 
-def decode_header(data: bytes | bytearray) -> tuple[Record, list[int]]:
+def decode_header(data: bytes | bytearray | memoryview) -> tuple[Record, list[int]]:
     """Decode a whole header into the record and its parts' checksums.
 
     Everything is verified (checksum, sizes, padding) before a number is used; ``FormatError`` says

@@ -1,54 +1,67 @@
 """The SSD tier: slab segments of fixed slots, an index, and one order of commits.
 
 Bytes before pointers: data, fdatasync, (directory fsync for a new segment), index commit, visible.
-All of a batch shares one sync per touched segment and one index commit. ``write`` and ``drop`` are
-called from one thread; ``read`` from any number.
+``store`` writes data with several writes in flight; ``publish`` makes any number of them durable
+and visible with one sync per touched segment and one index commit, while the next ones are being
+written. ``write`` is both. All of it may be called from any thread.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
+import hmac
 import logging
+import threading
 import time
-from collections import defaultdict
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
-from kvtier.tiers.recovery import FoundSegment, plan_repairs
-from kvtier.tiers.scan import (
-    entry_of,
-    find_segments,
-    record_offset,
-    scan_headers,
-    segment_name,
-)
+from kvtier.tiers.entries import Entries, entry_of, table
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.opening import reclaim, recover
+from kvtier.tiers.record_io import RecordIo, probe
+from kvtier.tiers.scan import find_segments, scan_headers
 from kvtier.tiers.segment import (
-    PAGE_BYTES,
     decode_header,
     encode_header,
-    encode_segment,
+    header_tag,
+    keyed_tag,
     part_digests,
     slot_bytes,
 )
 from kvtier.tiers.slabs import Slabs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvtier.tiers.fs import FileSystem
-    from kvtier.tiers.index import Entry, Index
+    from kvtier.tiers.index import Index, Use
 
 __all__ = ["SsdTier"]
 
 log = logging.getLogger(__name__)
+
+SEGMENTS_MAX: Final = 1 << 16
+"""Segment files of one store."""
+FREE_SLOTS_MAX: Final = 1 << 31
+WRITES_INFLIGHT_MAX: Final = 4
+"""Records being written at once."""
+_GONE: Final = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.EINVAL)
+"""Errors of a read after which the bytes are not expected to come back."""
 
 
 class SsdTier:
     """Blocks in the ``segments`` directory and ``index``, within ``limit_bytes`` on disk.
 
     Opening recovers: what is in doubt is dropped, segments that hold nothing are unlinked, and a
-    store over its limit gives up whole segments until it fits. ``entries`` lists what is there.
+    store over its limit gives up its least recently used blocks. With ``integrity_key`` every
+    record carries a keyed tag and only records with the right one are read. ``entries`` is what
+    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"). ``failed`` is
+    called for every write, sync or commit that fails; ``index_full`` says that a commit found no
+    room and nothing was dropped since.
     """
 
     def __init__(
@@ -59,193 +72,170 @@ class SsdTier:
         *,
         limit_bytes: int,
         segment_bytes_max: int,
+        segments_max: int = SEGMENTS_MAX,
+        writes_inflight_max: int = WRITES_INFLIGHT_MAX,
+        integrity_key: bytes = b"",
         now_ns: Callable[[], int] = time.time_ns,
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._directory = segments
+        self._count_failure = failed
         self._index = index
-        self._fs = fs
         self._now_ns = now_ns
+        self._key = integrity_key
         found, unused_bytes = find_segments(segments, fs)
         self._slabs = Slabs(
             found,
             limit_bytes=limit_bytes - unused_bytes,
             segment_bytes_max=segment_bytes_max,
+            segments_max=segments_max,
             index_bytes=index.disk_bytes,
             now_ns=now_ns,
         )
+        self._io = RecordIo(segments, fs, probe(segments, fs))
+        self.io = "direct" if self._io.abilities.direct else "buffered"
         self._closed = False
-        self.write_errors = 0
-        self.entries = self._recover(found)
+        self._placing = threading.Lock()
+        self._counts = threading.Lock()
+        self.data_write_bytes = 0
+        self.index_full = False
 
-    # -- opening
+        def scan(slots: Iterable[Location]) -> list[bytes]:
+            return scan_headers(segments, fs, slots)
 
-    def _recover(self, found: dict[int, FoundSegment]) -> tuple[Entry, ...]:
-        try:
-            entries = tuple(self._index.entries())
-        except FormatError as error:
-            log.warning("%s; it is rebuilt from the records' headers", error)
-            self._index.reset()
-            entries = ()
-        if found and not entries:
-            entries = tuple(scan_headers(self._directory, self._fs, found))
-            self._index.commit(entries, ())
-        repairs = plan_repairs(entries, found)
-        for block, reason in repairs.remove:
-            log.warning("block %s dropped: %s", block, reason)
-        if repairs.remove:
-            self._index.commit((), [block for block, _ in repairs.remove])
-        for segment in repairs.unlink:
-            self._fs.unlink(self._directory, segment_name(segment))
-            self._slabs.forget(segment)
-        keep = self._shrink(repairs.keep)
-        self._slabs.settle((entry.id, entry.location) for entry in keep)
-        return keep
+        self.entries: Entries = recover(found, index, self._slabs, self._io, scan)
+        self._ledger = Ledger(index, self._slabs, scan)
+        self._lane = concurrent.futures.ThreadPoolExecutor(
+            writes_inflight_max, thread_name_prefix="kvtier-ssd"
+        )
 
-    def _shrink(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-        """Unlink whole segments, least recently used first, until the tier fits its limit."""
-        last_use = dict.fromkeys(self._slabs.segments(), 0)
-        for entry in entries:
-            where = entry.location.segment
-            last_use[where] = max(last_use[where], entry.last_use_ns, entry.created_ns)
-        gone: set[int] = set()
-        for segment in sorted(last_use, key=lambda segment: (last_use[segment], segment)):
-            if self._slabs.fits():
-                break
-            self._index.commit(
-                (), [entry.id for entry in entries if entry.location.segment == segment]
-            )
-            self._fs.unlink(self._directory, segment_name(segment))
-            self._slabs.forget(segment)
-            gone.add(segment)
-        if gone:
-            log.warning("%d segments given up to fit the SSD budget", len(gone))
-        return tuple(entry for entry in entries if entry.location.segment not in gone)
+    def take_entries(self) -> Entries:
+        """Return ``entries`` and let go of them: a table of a million is 200 MB."""
+        entries, self.entries = self.entries, table(b"")
+        return entries
+
+    # -- room
 
     @staticmethod
     def slot_bytes(record: Record) -> int:
         """Return the slot size that a record needs."""
         return slot_bytes(record)
 
-    def room(self, record: Record) -> int:
-        """Return how many records of this size can be written before something must go."""
-        return self._slabs.room(slot_bytes(record))
+    def room(self, size: int) -> int:
+        """Return how many records of this slot size can be written before something must go."""
+        return self._slabs.room(size)
 
-    def empty_segments(self, record: Record) -> list[int]:
-        """Return segments of other slot sizes that hold nothing, whose disk this one could use."""
-        return self._slabs.empty_segments(slot_bytes(record))
+    def over_limit(self) -> bool:
+        """Whether the next index commit might exceed the limit: the index has grown."""
+        return self._slabs.excess_bytes() > 0
 
-    def unlink(self, segments: Sequence[int]) -> None:
-        """Remove segments that hold nothing."""
-        for segment in segments:
-            self._slabs.forget(segment)
-            self._discard(segment)
+    def reclaim(self, size: int, count: int) -> None:
+        """Give disk back, of slots of other sizes that hold nothing, so that ``count`` fit."""
+        reclaim(self._slabs, self._io, lambda: self.room(size) >= count, other_than=size)
+
+    def trim(self) -> None:
+        """Give disk back, of any slots that hold nothing, until the limit holds."""
+        reclaim(self._slabs, self._io, lambda: not self.over_limit())
 
     # -- blocks
 
     def write(
         self, records: Sequence[Record], payloads: Sequence[memoryview]
     ) -> list[Location | None]:
-        """Store blocks; None where there was no room or the disk failed."""
+        """Store blocks durably; None where there was no room or the disk failed."""
+        return self.publish(records, self.store(records, payloads))
+
+    def store(
+        self, records: Sequence[Record], payloads: Sequence[memoryview]
+    ) -> list[Location | None]:
+        """Write blocks' bytes; they are neither durable nor visible until ``publish``."""
         for record, payload in zip(records, payloads, strict=True):
             if payload.nbytes != record.payload_bytes:
                 raise ValueError(
                     f"block {record.id}: {payload.nbytes} bytes, {record.payload_bytes} wanted"
                 )
-        placed: list[Location | None] = []
-        touched: dict[int, list[int]] = defaultdict(list)
-        for index, (record, payload) in enumerate(zip(records, payloads, strict=True)):
-            where = self._write_one(record, payload)
-            placed.append(where)
-            if where is not None:
-                touched[where.segment].append(index)
-        for segment, indices in touched.items():
-            if not self._sync(segment):
-                for index in indices:
-                    where = placed[index]
-                    placed[index] = None
-                    if where is not None:
-                        self._slabs.give_back(where)
-        return self._publish(records, placed)
+        return list(self._lane.map(self._store_one, records, payloads))
 
-    def _write_one(self, record: Record, payload: memoryview) -> Location | None:
-        taken = self._slabs.take(slot_bytes(record))
-        if taken is None:
+    def _store_one(self, record: Record, payload: memoryview) -> Location | None:
+        where = self._take(slot_bytes(record))
+        if where is None:
             return None
-        where, new = taken
         digests = part_digests(record.part_bytes, payload)
         header = encode_header(record, digests)
+        if self._key:
+            header = encode_header(record, digests, keyed_tag(self._key, header, payload))
         try:
-            if new:
-                self._create(where.segment)
-            fd = self._fs.open_file(
-                self._directory, segment_name(where.segment), write=True, create=False
-            )
-            try:
-                self._fs.write(fd, [memoryview(header), payload], record_offset(where))
-            finally:
-                self._fs.close(fd)
+            self._io.write(where, header, payload)
         except OSError as error:
             self._failed("write", where.segment, error)
-            if new:
-                self._slabs.forget(where.segment)
-                self._discard(where.segment)
-            else:
-                self._slabs.give_back(where)
+            self._slabs.give_back(where)
             return None
+        with self._counts:
+            self.data_write_bytes += where.slot_bytes
         return where
 
-    def _create(self, segment: int) -> None:
-        page = encode_segment(self._slabs.header(segment))
-        fd = self._fs.open_file(self._directory, segment_name(segment), write=True, create=True)
-        try:
-            self._fs.write(fd, [memoryview(page)], 0)
-        finally:
-            self._fs.close(fd)
-        self._fs.sync_directory(self._directory)
+    def _take(self, size: int) -> Location | None:
+        """Take a slot whose segment exists; None if there is no room."""
+        with self._placing:  # nobody may take the second slot of a segment that is being made
+            taken = self._slabs.take(size)
+            if taken is None:
+                return None
+            where, new = taken
+            if new:
+                try:
+                    self._io.create(self._slabs.header(where.segment))
+                except OSError as error:
+                    self._failed("segment", where.segment, error)
+                    self._slabs.forget(where.segment)
+                    with suppress(OSError):
+                        self._io.unlink(where.segment)
+                    return None
+            return where
 
-    def _discard(self, segment: int) -> None:
-        try:
-            self._fs.unlink(self._directory, segment_name(segment))
-        except OSError as error:
-            log.warning("segment %d could not be removed: %s", segment, error)
-
-    def _sync(self, segment: int) -> bool:
-        try:
-            fd = self._fs.open_file(
-                self._directory, segment_name(segment), write=True, create=False
-            )
-            try:
-                self._fs.sync(fd)
-            finally:
-                self._fs.close(fd)
-        except OSError as error:
-            self._failed("sync", segment, error)
-            return False
-        return True
-
-    def _publish(
-        self, records: Sequence[Record], placed: list[Location | None]
+    def publish(
+        self,
+        records: Sequence[Record],
+        placed: Sequence[Location | None],
+        uses: Sequence[Use] = (),
     ) -> list[Location | None]:
+        """Make written blocks durable, then visible; None for those for which that failed.
+
+        ``uses`` go into the same index commit.
+        """
+        result = list(placed)
+        for segment in dict.fromkeys(where.segment for where in placed if where is not None):
+            try:
+                self._io.sync(segment)
+            except OSError as error:
+                self._failed("sync", segment, error)
+                self._give_back(result, segment)
+        now_ns = self._now_ns()
         entries = [
-            entry_of(record, where, self._now_ns())
-            for record, where in zip(records, placed, strict=True)
+            entry_of(record, where, now_ns)
+            for record, where in zip(records, result, strict=True)
             if where is not None
         ]
         try:
-            if entries:
-                self._index.commit(entries, ())
+            if entries or uses:
+                self._ledger.commit(entries, (), uses)
         except OSError as error:
+            self.index_full = self.index_full or error.errno == errno.ENOSPC
             self._failed("index commit", 0, error)
-            for entry in entries:
-                self._slabs.give_back(entry.location)
-            return [None] * len(placed)
-        for entry in entries:
-            self._slabs.fill(entry.id, entry.location)
-        return placed
+            self._give_back(result)
+        for record, where in zip(records, result, strict=True):
+            if where is not None:
+                self._slabs.fill(record.id, where)
+        return result
+
+    def _give_back(self, placed: list[Location | None], segment: int | None = None) -> None:
+        """Free the slots of a failed write, in one segment or in all."""
+        for index, where in enumerate(placed):
+            if where is not None and segment in (None, where.segment):
+                self._slabs.give_back(where)
+                placed[index] = None
 
     def _failed(self, what: str, segment: int, error: OSError) -> None:
-        self.write_errors += 1
-        log.warning("SSD %s failed in segment %d (block dropped): %s", what, segment, error)
+        self._count_failure()
+        log.warning("SSD %s failed in segment %016x (block dropped): %s", what, segment, error)
 
     def read(
         self,
@@ -260,38 +250,56 @@ class SsdTier:
         ]
 
     def _read_one(self, block: BlockId, where: Location, into: memoryview) -> ReadResult:
-        pages = -(-into.nbytes // PAGE_BYTES) * PAGE_BYTES
-        header = bytearray(max(where.slot_bytes - pages, 0))
-        if len(header) < PAGE_BYTES:
-            return ReadResult.GONE
-        wanted = len(header) + into.nbytes
         try:
-            fd = self._fs.open_file(
-                self._directory, segment_name(where.segment), write=False, create=False
-            )
-            try:
-                count = self._fs.read(fd, [memoryview(header), into], record_offset(where))
-            finally:
-                self._fs.close(fd)
+            header, count = self._io.read(where, into)
         except OSError as error:
             log.warning("block %s could not be read: %s", block, error)
-            gone = error.errno in (errno.ENOENT, errno.EIO, errno.ELOOP, errno.EINVAL)
-            return ReadResult.GONE if gone else ReadResult.FAILED
-        if count < wanted:
-            log.warning("block %s ends after %d of %d bytes", block, count, wanted)
+            return ReadResult.GONE if error.errno in _GONE else ReadResult.FAILED
+        if count < header.nbytes + into.nbytes or not header.nbytes:
+            log.warning("block %s ends after %d bytes", block, count)
             return ReadResult.GONE
-        return ReadResult.OK if _verify(block, header, into) else ReadResult.GONE
+        return ReadResult.OK if _verify(block, header, into, self._key) else ReadResult.GONE
 
     def drop(self, ids: Sequence[BlockId], locations: Sequence[Location]) -> None:
         """Take blocks out of the index, durably, then free their slots; or raise ``OSError``."""
-        self._index.commit((), ids)
+        self._ledger.commit((), ids)
+        self.index_full = False
         for block, where in zip(ids, locations, strict=True):
             self._slabs.empty(block, where)
+
+    def destroy(self) -> int:
+        """Make the bytes of all slots that hold no block unreadable for good; returns how many.
+
+        Whatever was dropped before cannot be brought back by a rebuild. Raises ``OSError`` if the
+        disk refuses; what was not destroyed is still free.
+        """
+        destroyed = 0
+        free = self._slabs.take_free(FREE_SLOTS_MAX)
+        holes = dict.fromkeys(free, False)
+        try:
+            for where in free:
+                holes[where] = self._io.destroy(where)
+                destroyed += where.slot_bytes
+        finally:
+            for where, hole in holes.items():
+                self._slabs.give_back(where, hole=hole)
+        for segment in {where.segment for where in free}:
+            self._io.sync(segment)
+        return destroyed
 
     def usage(self) -> Usage:
         """Return how full the tier is: data, index and small files."""
         slabs = self._slabs
         return Usage(slabs.blocks(), slabs.used_bytes(), slabs.limit_bytes)
+
+    def written_bytes(self) -> int:
+        """Return what was written to the medium since open: slots and index."""
+        return self.data_write_bytes + self._index.write_bytes()
+
+    @property
+    def index_repairs(self) -> int:
+        """How often the index was repaired since open."""
+        return self._ledger.repairs
 
     def check(self) -> list[str]:
         """Return what is wrong with the slots' books, in words."""
@@ -301,10 +309,12 @@ class SsdTier:
         """Close the index; idempotent."""
         if not self._closed:
             self._closed = True
+            # A write that hangs must not hang the one who closes.
+            self._lane.shutdown(wait=False, cancel_futures=True)
             self._index.close()
 
 
-def _verify(block: BlockId, header: bytearray, payload: memoryview) -> bool:
+def _verify(block: BlockId, header: memoryview, payload: memoryview, key: bytes) -> bool:
     try:
         record, digests = decode_header(header)
     except FormatError as error:
@@ -315,5 +325,8 @@ def _verify(block: BlockId, header: bytearray, payload: memoryview) -> bool:
         return False
     if part_digests(record.part_bytes, payload) != digests:
         log.warning("block %s is damaged: a part fails its checksum", block)
+        return False
+    if key and not hmac.compare_digest(keyed_tag(key, header, payload), header_tag(header)):
+        log.warning("block %s was not written with this store's integrity_key", block)
         return False
     return True

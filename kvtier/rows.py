@@ -1,0 +1,205 @@
+"""Which row of the catalog's columns each block has, and what never changes about the block.
+
+A million blocks are one dict per namespace, one list and a few columns; a row's ``BlockId`` is
+built when it is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvtier.tiers.base import BlockId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.tiers.entries import Entries
+
+__all__ = ["U32_MAX", "BlockRows", "append_all"]
+
+U32_MAX: Final = (1 << 32) - 1
+_NAMES_CHUNK: Final = 1 << 16
+"""Digests of a table that are Python objects at once while they are numbered."""
+
+
+class Interned:
+    """Digests as small numbers; a number is given back with its last use."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._digests: list[bytes] = []
+        self._uses: list[int] = []
+        self._free: list[int] = []
+
+    def find(self, digest: bytes) -> int | None:
+        """Return a digest's number, or None if nobody uses it."""
+        return self._numbers.get(digest)
+
+    def digest(self, number: int) -> bytes:
+        """Return the digest of a number in use."""
+        return self._digests[number]
+
+    def take(self, digest: bytes, uses: int = 1) -> int:
+        """Return a digest's number, in use so many times more."""
+        number = self._numbers.get(digest)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+            else:
+                number = len(self._digests)
+                self._digests.append(b"")
+                self._uses.append(0)
+            self._digests[number] = digest
+            self._numbers[digest] = number
+        self._uses[number] += uses
+        return number
+
+    def release(self, number: int) -> None:
+        """Undo one use."""
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            del self._numbers[self._digests[number]]
+            self._digests[number] = b""
+            self._free.append(number)
+
+    def take_all(self, digests: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the number of each digest of a column ("V32"), each in use once more."""
+        # Equal neighbours are taken together: the index sorts by namespace, and tenants are few.
+        words = np.ascontiguousarray(digests).view("<u8").reshape(-1, digests.itemsize // 8)
+        heads = np.flatnonzero(np.append(True, (words[1:] != words[:-1]).any(axis=1))[: len(words)])
+        lengths = np.diff(heads, append=len(words))
+        numbers = np.empty(len(heads), dtype=np.int32)
+        for start in range(0, len(heads), _NAMES_CHUNK):
+            chunk = slice(start, start + _NAMES_CHUNK)
+            pairs = zip(digests[heads[chunk]].tolist(), lengths[chunk].tolist(), strict=True)
+            numbers[chunk] = [self.take(digest, length) for digest, length in pairs]
+        return np.repeat(numbers, lengths)
+
+
+class BlockRows:
+    """The rows in use and the block of each; its owner locks."""
+
+    def __init__(self) -> None:
+        self._by_hash: dict[bytes, dict[bytes, int]] = {}
+        self._hashes: list[bytes | None] = []
+        self._free: list[int] = []
+        self._namespaces = Interned()
+        self._tenants = Interned()
+        self._namespace = array("i")
+        self._tenant = array("i")
+        self._position = array("I")
+
+    def __len__(self) -> int:
+        """Return the number of rows ever made, free ones included."""
+        return len(self._hashes)
+
+    def of(self, namespace: bytes) -> Mapping[bytes, int]:
+        """Return the row of each block hash of a namespace, in no order; a live view."""
+        return self._by_hash.get(namespace, {})
+
+    def spaces(self) -> Mapping[bytes, Mapping[bytes, int]]:
+        """Return ``of`` for every namespace that has a row; a live view."""
+        return self._by_hash
+
+    def id(self, row: int) -> BlockId:
+        """Return the block of a row; ``ValueError`` if it holds none."""
+        digest = self._hashes[row]
+        if digest is None:
+            raise ValueError(f"catalog row {row} holds no block")
+        return BlockId(self._namespaces.digest(self._namespace[row]), digest)
+
+    def holds(self, row: int) -> bool:
+        """Return whether a row holds a block."""
+        return self._hashes[row] is not None
+
+    def position(self, row: int) -> int:
+        """Return the position in its prompt of a row's block, in blocks."""
+        return self._position[row]
+
+    def matching(
+        self, namespace: bytes | None, tenant_digest: bytes | None
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return for each row whether its block is of this namespace and tenant; None is any.
+
+        A free row may match.
+        """
+        matches = np.ones(len(self), dtype=np.bool_)
+        for digest, names, column in (
+            (namespace, self._namespaces, self._namespace),
+            (tenant_digest, self._tenants, self._tenant),
+        ):
+            if digest is not None:
+                number = names.find(digest)
+                matches &= False if number is None else np.asarray(column) == number
+        return matches
+
+    def add(self, block: BlockId, tenant_digest: bytes, position: int) -> int:
+        """Give a block that has none a row."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = len(self._hashes)
+            self._hashes.append(None)
+            for column in (self._namespace, self._tenant, self._position):
+                column.append(0)
+        self._hashes[row] = block.hash
+        self._namespace[row] = self._namespaces.take(block.namespace)
+        self._tenant[row] = self._tenants.take(tenant_digest)
+        self._position[row] = min(position, U32_MAX)
+        self._by_hash.setdefault(block.namespace, {})[block.hash] = row
+        return row
+
+    def remove(self, row: int) -> None:
+        """Take a row from its block; ``add`` may give it to another."""
+        block = self.id(row)
+        rows = self._by_hash[block.namespace]
+        del rows[block.hash]
+        if not rows:
+            del self._by_hash[block.namespace]
+        self._hashes[row] = None
+        self._namespaces.release(self._namespace[row])
+        self._tenants.release(self._tenant[row])
+        self._free.append(row)
+
+    def restore(self, entries: Entries) -> None:
+        """Give the blocks of a table the rows 0, 1, ...; ``ValueError`` if it names one twice.
+
+        Raises also if there are rows already.
+        """
+        if self._hashes:
+            raise ValueError(f"entries: the catalog has {len(self)} rows already; wanted a new one")
+        namespaces = Interned()
+        numbers = namespaces.take_all(entries["namespace"])
+        hashes = entries["hash"].tolist()  # the dicts' keys are these very objects
+        by_hash = {}
+        grouped = np.argsort(numbers, kind="stable")
+        for rows in np.split(grouped, np.flatnonzero(np.diff(numbers[grouped])) + 1):
+            if rows.size:
+                mine = hashes if rows.size == len(hashes) else [hashes[row] for row in rows]
+                by_hash[namespaces.digest(numbers[rows[0]])] = dict(
+                    zip(mine, rows.tolist(), strict=True)
+                )
+        twice = len(hashes) - sum(map(len, by_hash.values()))
+        if twice:
+            raise ValueError(
+                f"entries: {twice} of {len(hashes)} name a block that another one does"
+            )
+        self._by_hash, self._hashes, self._namespaces = by_hash, hashes, namespaces
+        append_all(self._namespace, numbers)
+        append_all(self._tenant, self._tenants.take_all(entries["tenant"]))
+        append_all(self._position, np.minimum(entries["position"], U32_MAX))
+
+    def check(self) -> list[str]:
+        """Return what is wrong with the rows, in words."""
+        rows = [row for mapping in self._by_hash.values() for row in mapping.values()]
+        if sorted([*rows, *self._free]) == list(range(len(self))):
+            return []
+        return [f"catalog: {len(rows)} rows and {len(self._free)} free, {len(self)} made"]
+
+
+def append_all(column: array[int], values: np.ndarray[Any, Any]) -> None:
+    """Append a numpy column to a column of rows, cast to its type."""
+    column.frombytes(values.astype(column.typecode).tobytes())

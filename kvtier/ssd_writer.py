@@ -1,0 +1,335 @@
+"""The only one who changes what the SSD holds: writes, evictions, damage, purges.
+
+Two lanes make a group commit: the write lane makes room and writes data, the commit lane makes
+durable and visible whatever has been written by then, while the write lane goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvtier.admission import SecondAccess
+from kvtier.catalog import CopyState
+from kvtier.lane import Lane
+from kvtier.plan import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.catalog import Catalog
+    from kvtier.config import StoreConfig
+    from kvtier.metrics import Metrics
+    from kvtier.mover import Mover
+    from kvtier.tiers.base import BlockId, Location, Record
+    from kvtier.tiers.ssd import SsdTier
+    from kvtier.tiers.write_budget import WriteBudget
+
+__all__ = ["PendingWrite", "Purged", "SsdWriter"]
+
+log = logging.getLogger(__name__)
+
+COMMIT_BATCHES_MAX: Final = 2
+"""Written blocks that wait for their commit before the write lane waits, in full batches."""
+USES_PER_COMMIT_MAX: Final = 64
+"""Blocks whose hits and last use go into one commit."""
+MAKE_ROOM_BLOCKS: Final = 64
+"""Blocks that are given up at once when room is wanted."""
+EVICT_AHEAD: Final = 16
+"""At most one in so many blocks is evicted before its room is needed, to share one commit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingWrite:
+    """One block to write: its catalog row, whose host copy is pinned, and its record.
+
+    ``done(where)`` is called once, on a lane: with its place, once that is durable, or None.
+    """
+
+    row: int
+    record: Record
+    done: Callable[[Location | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """The blocks that a purge removed from the SSD, and the bytes that it destroyed there."""
+
+    blocks: list[BlockId]
+    nbytes: int
+
+
+class SsdWriter:
+    """Owns both lanes and their queues; ``submit`` and ``forget`` are for any thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ssd: SsdTier,
+        budget: WriteBudget,
+        config: StoreConfig,
+        metrics: Metrics,
+        *,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._catalog = catalog
+        self._ssd = ssd
+        self._budget = budget
+        self._batch_blocks_max = config.write_batch_blocks_max
+        self._metrics = metrics
+        self._admission = SecondAccess()
+        self._mover: Mover
+        self._work = threading.Condition()
+        self._writes: deque[PendingWrite] = deque()
+        self._commits: deque[tuple[list[PendingWrite], list[Location | None]]] = deque()
+        self._committing = False
+        self._written = False  # the write lane has ended: nothing more comes to be committed
+        self._damaged: deque[tuple[BlockId, Location]] = deque()
+        self._undropped: list[tuple[BlockId, Location]] = []  # tried again with the next batch
+        self._chores: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._broken = False
+        self._failed = failed
+        self._lanes = [
+            Lane("write", self._write_next, self._break),
+            Lane("commit", self._commit_next, self._break),
+        ]
+
+    def start(self, mover: Mover) -> None:
+        """Start the lanes, which find their blocks' bytes with ``mover``."""
+        self._mover = mover
+        for lane in self._lanes:
+            lane.start()
+
+    def _break(self, error: BaseException) -> None:
+        self._failed(error)
+        with self._work:
+            self._broken = True
+            self._work.notify_all()
+
+    # -- what others call, from any thread
+
+    def submit(self, write: PendingWrite) -> None:
+        """Queue a block; its host copy stays pinned until ``done``."""
+        with self._work:
+            open_ = not (self._closing or self._broken)
+            if open_:
+                self._writes.append(write)
+                self._work.notify_all()
+        if not open_:
+            write.done(None)
+
+    def forget(self, block: BlockId, where: Location) -> None:
+        """Take a damaged record out of the index, soon."""
+        with self._work:
+            self._damaged.append((block, where))
+            self._work.notify_all()
+
+    def purge(self, select: Callable[[], Sequence[int]]) -> Future[Purged]:
+        """Remove the SSD copies of the rows that ``select`` returns for good, soon.
+
+        Pinned copies are left. Destroys what every slot holds that no block uses any more. The
+        result is an ``OSError`` if the disk refuses.
+        """
+        future: Future[Purged] = Future()
+
+        def chore() -> None:
+            try:
+                future.set_result(self._purge(select))
+            except OSError as error:
+                future.set_exception(error)
+
+        with self._work:
+            self._chores.append(chore)
+            self._work.notify_all()
+        return future
+
+    def close(self) -> None:
+        """Stop both lanes after what they are doing; what is still queued is not written."""
+        with self._work:
+            self._closing = True
+            self._work.notify_all()
+        for lane in self._lanes:
+            lane.join()
+        with self._work:
+            left = [*self._writes, *(write for new, _ in self._commits for write in new)]
+            self._writes.clear()
+            self._commits.clear()
+        for write in left:
+            write.done(None)
+
+    # -- write lane
+
+    def _write_next(self) -> bool:
+        with self._work:
+            self._work.wait_for(self._has_work)
+            if self._broken or (self._closing and not self._damaged and not self._chores):
+                self._written = True
+                self._work.notify_all()
+                return False
+            damaged = [*self._undropped, *self._damaged]
+            self._damaged.clear()
+            chores = [self._chores.popleft() for _ in range(len(self._chores))]
+            count = min(len(self._writes), self._batch_blocks_max, self._commit_room())
+            batch = [self._writes.popleft() for _ in range(count)]
+        # Damaged records go first: a block of the batch may be one of them, stored anew.
+        if damaged:
+            self._undropped = [] if self._drop(damaged) else damaged
+        for chore in chores:
+            chore()
+        if batch:
+            self._write(batch)
+        return True
+
+    def _has_work(self) -> bool:
+        may_write = bool(self._writes) and self._commit_room() > 0
+        return bool(may_write or self._damaged or self._chores or self._closing or self._broken)
+
+    def _commit_room(self) -> int:
+        waiting = sum(len(new) for new, _ in self._commits)
+        return max(COMMIT_BATCHES_MAX * self._batch_blocks_max - waiting, 0)
+
+    def _drop(self, gone: Sequence[tuple[BlockId, Location]]) -> bool:
+        try:
+            self._ssd.drop([block for block, _ in gone], [where for _, where in gone])
+        except OSError as error:
+            self._metrics.add("ssd_write_errors")
+            log.warning("%d blocks could not be taken out of the index: %s", len(gone), error)
+            return False
+        return True
+
+    def _write(self, batch: Sequence[PendingWrite]) -> None:
+        """Write a batch's data and hand it to the commit lane."""
+        undropped = {block for block, _ in self._undropped}
+        new: list[PendingWrite] = []
+        for write in batch:
+            state = self._catalog.state(write.row, Tier.SSD)
+            if state is not CopyState.ABSENT or write.record.id in undropped:
+                # Stored meanwhile; or its old, damaged record is still in the index.
+                ready = state is CopyState.READY
+                write.done(self._catalog.location(write.row, Tier.SSD) if ready else None)
+            elif not self._affordable(write.record):
+                self._metrics.add("ssd_declined_blocks")
+                write.done(None)
+            else:
+                self._catalog.begin(write.record.id, Tier.SSD, "write")
+                new.append(write)
+        if not new:
+            return
+        placed = self._place(new)
+        with self._work:
+            self._commits.append((new, placed))
+            self._work.notify_all()
+
+    def _affordable(self, record: Record) -> bool:
+        """Whether the write budget allows a block; a short one only what comes a second time."""
+        if self._budget.short() and not self._admission.admits(record.id):
+            return False
+        try:
+            return self._budget.spend(self._ssd.slot_bytes(record))
+        except OSError as error:
+            log.warning("the write budget could not be saved, nothing is written: %s", error)
+            return False
+
+    def _place(self, new: Sequence[PendingWrite]) -> list[Location | None]:
+        records = [write.record for write in new]
+        payloads = [self._mover.payload(write.row) for write in new]
+        size = self._ssd.slot_bytes(records[0])
+        self._make_room(size, len(records))
+        placed = self._ssd.store(records, payloads)
+        left = [index for index, where in enumerate(placed) if where is None]
+        if left and not self._ssd.room(size):
+            # The index grew meanwhile and took the room of fresh slots: evicted ones are enough.
+            self._evict(len(left), size)
+            again = self._ssd.store([records[i] for i in left], [payloads[i] for i in left])
+            for index, where in zip(left, again, strict=True):
+                placed[index] = where
+        return placed
+
+    def _make_room(self, size: int, count: int) -> None:
+        """Evict until ``count`` records fit, as far as that is possible.
+
+        Slots of the record's own size first: they are reused in place. Only if there are too few of
+        them are blocks of other sizes given up.
+        """
+        ahead = min(self._catalog.ready(Tier.SSD) // EVICT_AHEAD, MAKE_ROOM_BLOCKS)
+        if self._ssd.index_full:
+            self._evict(max(count, ahead), None)
+        while self._ssd.over_limit():
+            self._ssd.trim()
+            if self._ssd.over_limit() and not self._evict(1, None):
+                break
+        missing = count - self._ssd.room(size)
+        if missing > 0:
+            self._ssd.reclaim(size, count)
+            missing = count - self._ssd.room(size)
+        if missing > 0:
+            self._evict(max(missing, ahead), size)
+        while self._ssd.room(size) == 0 and self._evict(MAKE_ROOM_BLOCKS, None):
+            self._ssd.reclaim(size, count)
+
+    def _evict(self, count: int, slot_bytes: int | None) -> int:
+        """Evict up to ``count`` blocks, of one slot size or any; returns how many went."""
+        return len(self._remove(self._catalog.evict(Tier.SSD, count, slot_bytes), "evicted"))
+
+    def _remove(self, rows: list[int], why: str) -> list[int]:
+        """Drop rows that are EVICTING; returns them, or none if the index refused."""
+        if not rows:
+            return rows
+        gone = [(self._catalog.id(row), self._catalog.location(row, Tier.SSD)) for row in rows]
+        done = self._drop(gone)
+        for row in rows:
+            self._catalog.end(row, Tier.SSD, "evicted" if done else "keep")
+        self._metrics.add(f"{why}_blocks_ssd", len(rows) if done else 0)
+        return rows if done else []
+
+    def _purge(self, select: Callable[[], Sequence[int]]) -> Purged:
+        with self._work:
+            # What is written but not committed is purged with the rest, once it is there.
+            self._work.wait_for(lambda: not (self._commits or self._committing) or self._broken)
+        with self._catalog.changed:
+            taken = self._catalog.take_out(select(), Tier.SSD)
+            blocks = [self._catalog.id(row) for row in taken]
+        if self._remove(taken, "purged") != taken:
+            raise OSError("the index did not commit the removal; nothing was purged")
+        return Purged(blocks, self._ssd.destroy())
+
+    # -- commit lane
+
+    def _commit_next(self) -> bool:
+        with self._work:
+            self._work.wait_for(lambda: self._commits or self._written or self._broken)
+            if self._broken or not self._commits:
+                return False
+            batches = list(self._commits)
+            self._commits.clear()
+            self._committing = True
+            self._work.notify_all()
+        writes = [write for new, _ in batches for write in new]
+        placed = [where for _, locations in batches for where in locations]
+        self._commit(writes, placed)
+        with self._work:
+            self._committing = False
+            self._work.notify_all()
+        return True
+
+    def _commit(self, writes: Sequence[PendingWrite], placed: Sequence[Location | None]) -> None:
+        uses = self._catalog.uses(USES_PER_COMMIT_MAX)
+        durable = self._ssd.publish([write.record for write in writes], placed, uses)
+        for write, where in zip(writes, durable, strict=True):
+            if where is None:
+                self._catalog.end(write.row, Tier.SSD, "abort")
+            else:
+                self._catalog.commit(write.row, Tier.SSD, where)
+                self._metrics.add("ssd_written_blocks")
+                self._metrics.add("ssd_written_bytes", where.slot_bytes)
+            write.done(where)
+
+    def write_uses(self) -> None:
+        """Make hits and last uses durable that no commit took along; for closing."""
+        while uses := self._catalog.uses(self._batch_blocks_max * USES_PER_COMMIT_MAX):
+            self._ssd.publish((), (), uses)
