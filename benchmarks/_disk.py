@@ -32,7 +32,7 @@ NOT_A_DISK: Final = ("tmpfs", "ramfs", "devtmpfs")
 
 def arena(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return page-aligned memory, every page of it in place."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.entries import Entries
 
-__all__ = ["U32_MAX", "BlockRows", "append_all"]
+__all__ = ["U32_MAX", "BlockRows", "Interned", "append_all"]
 
 U32_MAX: Final = (1 << 32) - 1
 _NAMES_CHUNK: Final = 1 << 16

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import faulthandler
+import fcntl
 import json
 import os
 import random
@@ -43,7 +43,7 @@ HANG_S_MAX: Final = 60.0
 """A life that says nothing for so long has hung: a safety net, never a measurement."""
 LOCKED_S_MAX: Final = 20.0
 """How long a life waits for the one before it to let go of the lock."""
-RESTORED_PROMPTS: Final = 6
+RESTORED_PROMPTS: Final = 3
 """Known prompts that each life restores before it goes on; all of them at a store's end."""
 TENANTS: Final = ("a", "b", "c", "d")
 MOMENTS: Final = {"open": 0.15, "work": 0.65, "close": 0.2}

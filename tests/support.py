@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from kvtier.tiers.segment import PAGE_BYTES
 from kvtier.tiers.slabs import OTHER_BYTES, SEGMENT_METADATA_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from kvtier.tiers.entries import Entries
@@ -557,6 +558,14 @@ class HeldSlots:
         """Return the block's tensors once the gate is open."""
         self._gate.pass_through()
         return self._slots.parts(block)
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Wait until something that nobody can be asked to announce has come about."""
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.001)
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -269,6 +270,34 @@ def test_a_full_index_says_so_and_takes_removals(tmp_path: Path) -> None:
             index.commit(entries_of(100), [])
         assert live(index.entries()) == expected(*range(100))
         assert (tmp_path / "data.mdb").stat().st_size <= 1 << 20
+
+
+def test_a_full_disk_refuses_commits_and_keeps_the_index(tmp_path: Path) -> None:
+    """A commit that finds no space on disk did not happen; the index is as before and goes on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # the keeper inherits it
+    try:
+        index = LmdbIndex(str(tmp_path), BYTES_MAX)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    stored = 0
+
+    def fill() -> None:
+        nonlocal stored
+        for _ in range(1000):
+            index.commit(entries_of(50, stored), [])
+            stored += 50
+
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path}.*mdb"):
+            fill()
+        assert index.healthy()
+        assert live(index.entries()) == expected(*range(stored))
+        index.commit([], [block(number) for number in range(stored - 100)])
+        index.commit(entries_of(50), [])
+        assert len(index.entries()) == 150
+    finally:
+        index.close()
 
 
 def test_a_map_that_is_too_small_for_an_empty_index_is_an_error(tmp_path: Path) -> None:

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from harness import run_harness
 
-HARNESS = Path(__file__).with_name("kill_harness.py")
-
-
-def kill(kills: int, seed: int, folder: Path) -> dict[str, object]:
-    """Run the harness in a process of its own; returns its counts and problems."""
-    report = folder / "report.json"
-    path = [str(HARNESS.parent), str(HARNESS.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [
-            *(sys.executable, str(HARNESS), "--kills", str(kills), "--seed", str(seed)),
-            *("--json", str(report), "--dir", str(folder)),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-    )
-    assert report.exists(), done.stderr[-4000:]
-    return json.loads(report.read_text()) | {"stderr": done.stderr[-4000:]}
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.slow
@@ -38,7 +17,7 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
 
     Purged prompts stay away, also where the index is lost too; books and disk use are sound.
     """
-    result = kill(200, 1, tmp_path)
+    result = run_harness("kill_harness.py", tmp_path, kills=200, seed=1)
     assert result["problems"] == [], result["stderr"]
     assert result["kills"] == 200
     assert min(result[f"kills in {moment}"] for moment in ("open", "work", "close")) > 0

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from support import (
     HOST_SLOT_BYTES,
+    SLOT_BYTES,
     WAIT_S,
     FaultyFileSystem,
-    faulty_index,
     Gate,
     bring_back,
+    eventually,
     expected,
+    faulty_index,
     filled_slots,
     flip,
     in_thread,
@@ -213,7 +215,7 @@ def test_a_batch_shares_its_syncs(open_store: Open, fs: FaultyFileSystem) -> Non
     before = fs.counts["sync"]
     keys = prompt_keys(16, seed=1)
     transfer = store.put(keys, filled_slots(keys))
-    assert transfer.released.wait(WAIT_S)
+    eventually(lambda: store._ssd.data_write_bytes == 18 * SLOT_BYTES)
     gate.open()
     assert first.result(WAIT_S).stored == 1
     assert transfer.result(WAIT_S).stored == 16

@@ -21,9 +21,9 @@ from support import (
 
 from kvtier import LinkThrottle
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
+from kvtier.tiers.entries import id_at
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.entries import id_at
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.segment import PAGE_BYTES
 from kvtier.tiers.ssd import SsdTier

@@ -70,10 +70,10 @@ _DISK_UNIT: Final = 512
 SEQUENCE: Final = struct.Struct(">Q")  # big-endian: the journal is in order of its keys
 _BIRTH: Final = SEQUENCE.pack(0)  # where the journal keeps the index's identity
 _SYSTEM: Final = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO,
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN,
 }  # fmt: skip
-"""Errors that say nothing about the index."""
+"""Errors that say nothing about the index; EIO does, except for a commit."""
 
 
 class Unreadable(Exception):
@@ -344,9 +344,10 @@ class Keeper:
             status, code = FAILED, errno.ENOSPC
             reply = b"the index is full: index_bytes_max is %d; raise it" % self._bytes_max
         except (lmdb.Error, Unreadable, struct.error, ValueError) as error:
-            code = getattr(error, "code", 0)
-            # LMDB calls a short write EIO; that commit did not happen, for want of space mostly.
-            system = code in _SYSTEM or (request == COMMIT and code == errno.EIO)
+            # By its words: an old lmdb has no codes. A short write of LMDB's is EIO, for want of
+            # space mostly, and the commit did not happen.
+            code = next((n for n in _SYSTEM if os.strerror(n) in str(error)), 0)
+            system = code and (request == COMMIT or code != errno.EIO)
             status, code = (FAILED, code) if system else (UNREADABLE, 0)
             reply = str(error).encode()
         if request == COMMIT:

@@ -139,9 +139,7 @@ class _Folder:
         return _Folder(kept, dict(kept))
 
 
-def _rename(
-    names: dict[str, _File | _Folder], change: dict[str, _File | _Folder | None]
-) -> None:
+def _rename(names: dict[str, _File | _Folder], change: dict[str, _File | _Folder | None]) -> None:
     for name, node in change.items():
         if node is None:
             names.pop(name, None)
