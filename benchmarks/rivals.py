@@ -9,7 +9,8 @@ LMCache runs in an environment and a process of its own, made on the first run a
 (about 1 GB). Every way that it has to read from an SSD without a GPU is driven: the in-process
 engine's disk backend (block by block, its thread pool, its event loop) and the server's ``fs`` and
 ``fs_native`` adapters (all blocks as one task, each as a task of its own), all of them with the
-page cache and with O_DIRECT. A ratio is over the way that was quickest by its median: of the disk
+page cache and with O_DIRECT. Each pair is measured on stores and processes of its own: how quick
+direct I/O is depends on how scattered the memory is that a process happened to get. A ratio is over the way that was quickest by its median: of the disk
 backend with O_DIRECT, and of all.
 If LMCache cannot be installed or run, the exit status is 3 and there are no ratios.
 """
@@ -32,11 +33,13 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 BLOCK_MIB: Final = 32
 ODIRECT: Final = "disk_odirect."
 """How the names begin of what ``ssd_read_vs_lmcache_odirect`` is measured against."""
+WAYS: Final = 16
+"""LMCache's ways to read, and kvtier's twice."""
 COPIES: Final = 6
 """LMCache's backends each store the blocks for themselves."""
 ODIRECT_BAR: Final = Bar(low=2.0)
@@ -50,8 +53,10 @@ def median_s(trials: Sequence[Trial]) -> float:
     return statistics.median(trial.seconds for trial in trials)
 
 
-def compare(bench: Bench, folder: Path, python: Path, subject: Subject) -> None:
-    """Measure all ways by turns and add the ratios."""
+def once(
+    bench: Bench, folder: Path, python: Path, subject: Subject, tick: Callable[[], None]
+) -> dict[str, list[Trial]]:
+    """Store the blocks on both sides, then read them over every way; every other time backwards."""
     layers, kv_heads, head_dim = SHAPES[subject.mib]
     settings = {
         "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim,
@@ -60,15 +65,28 @@ def compare(bench: Bench, folder: Path, python: Path, subject: Subject) -> None:
     with ExitStack() as stack:
         reads, store = stack.enter_context(cold_reads(subject, folder))
         bench.settings["io"] = io_mode(store)
-        with bench.console.status("LMCache stores its blocks"):
-            rival = stack.enter_context(Rival(python, folder, settings))
-            for path in rival.paths:  # memory is in place, and every way works, from here on
-                rival.load(path)
+        rival = stack.enter_context(Rival(python, folder, settings))
+        for path in rival.paths:  # every way was used once before it counts
+            rival.load(path)
         ways = {"kvtier": reads.trial}
         ways |= {path: partial(loaded, rival, path) for path in rival.paths}
         ways["again"] = reads.trial
-        with bench.progress("kvtier and LMCache by turns", len(ways) * bench.options.pairs) as tick:
-            trials = interleave(ways, bench.options.pairs, tick)
+        names = list(ways)
+        if bench.settings["rounds"] % 2:
+            names.reverse()
+        bench.settings["rounds"] += 1
+        return interleave({name: ways[name] for name in names}, 1, tick)
+
+
+def compare(bench: Bench, folder: Path, python: Path, subject: Subject) -> None:
+    """Measure all ways by turns and add the ratios."""
+    trials: dict[str, list[Trial]] = {}
+    bench.settings["rounds"] = 0
+    with bench.progress("kvtier and LMCache by turns", WAYS * bench.options.pairs) as tick:
+        for number in range(bench.options.pairs):
+            with work_folder(str(folder / f"round-{number}"), bench.console) as inside:
+                for name, found in once(bench, inside, python, subject, tick).items():
+                    trials.setdefault(name, []).extend(found)
     same = trials["kvtier"], trials["again"]
     paths = [name for name in trials if name not in ("kvtier", "again")]
     best = min(paths, key=lambda name: median_s(trials[name]))
@@ -101,7 +119,8 @@ def print_paths(
     table = Table(title=f"cold reads, {BLOCK_MIB} MiB blocks, GB/s", box=SIMPLE)
     for column in ("way", "median", "slowest", "quickest"):
         table.add_column(column, no_wrap=True, justify="left" if column == "way" else "right")
-    for name, series in trials.items():
+    for name in sorted(trials):
+        series = trials[name]
         seconds = [trial.seconds for trial in series]
         ends = median_s(series), max(seconds), min(seconds)
         rates = [f"{nbytes / 1e9 / each:.2f}" for each in ends]

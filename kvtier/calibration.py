@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.plan import Tier
-    from kvtier.tiers.directory import StoreDirectory
+    from kvtier.tiers.directory import ReadDirectory, StoreDirectory
     from kvtier.tiers.throttle import LinkThrottle
 
 __all__ = ["CostBook"]
@@ -35,7 +35,7 @@ class CostBook:
 
     def __init__(
         self,
-        directory: StoreDirectory,
+        directory: StoreDirectory | ReadDirectory,
         namespace: bytes,
         device: str,
         links: Mapping[Tier, LinkThrottle],

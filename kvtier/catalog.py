@@ -11,14 +11,14 @@ import threading
 from array import array
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvtier.changes import CHANGES_KEPT, BlockTiers, CatalogChanges, ChangeLog
 from kvtier.lifecycle import CopyState, after
 from kvtier.plan import Tier
-from kvtier.rows import U32_MAX, BlockRows, append_all
+from kvtier.rows import BlockRows, Places, append_all, use_order
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.index import Use
 
@@ -44,20 +44,22 @@ class Catalog:
     """Residency, states and pins of all blocks; thread-safe.
 
     ``changed`` is the condition that whoever waits for a copy to become evictable waits on; its
-    lock is the catalog's own and may be held over several calls.
+    lock is the catalog's own and may be held over several calls. Changes are numbered from
+    ``first_change``.
     """
 
     def __init__(
         self,
         policy: Callable[[], Policy],
         *,
+        first_change: int = 0,
         changes_kept: int = CHANGES_KEPT,
         uses_kept: int = USES_KEPT,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._policies = {tier: policy() for tier in _TIERS}
         self._rows = BlockRows()
-        self._changes = ChangeLog(changes_kept)
+        self._changes = ChangeLog(changes_kept, first_change)
         self._ready = dict.fromkeys(_TIERS, 0)
         self._used: dict[int, int] = {}  # row -> uses that were not taken yet
         self._uses_kept = uses_kept
@@ -67,14 +69,11 @@ class Catalog:
         self._pins = {tier: array("i") for tier in _TIERS}
         self._shown = array("B")  # the sum of the bits of the tiers in which a block is READY
         self._host_slot = array("I")
-        self._ssd_segment = array("Q")
-        self._ssd_slot = array("I")
-        self._ssd_slot_bytes = array("Q")
+        self._places = Places()
         self._last_use_ns = array("q")
         self._columns = (
             *self._states.values(), *self._pins.values(), self._shown,
-            self._host_slot, self._ssd_segment, self._ssd_slot, self._ssd_slot_bytes,
-            self._last_use_ns,
+            self._host_slot, *self._places.columns, self._last_use_ns,
         )  # fmt: skip
 
     # -- looking
@@ -114,7 +113,14 @@ class Catalog:
         with self.changed:
             if tier is Tier.HOST:
                 return Location(0, self._host_slot[row], 0)
-            return Location(self._ssd_segment[row], self._ssd_slot[row], self._ssd_slot_bytes[row])
+            return self._places.at(row)
+
+    def places(self, namespace: bytes, hashes: Iterable[bytes]) -> list[Location | None]:
+        """Return where each block's READY copy on the SSD lies; None for those that have none."""
+        with self.changed:
+            shown, bit, at = self._shown, _BIT[Tier.SSD], self._places.at
+            rows = map(self._rows.of(namespace).get, hashes)
+            return [None if row is None or not shown[row] & bit else at(row) for row in rows]
 
     def ready(self, tier: Tier) -> int:
         """Return the number of READY copies in ``tier``."""
@@ -178,14 +184,12 @@ class Catalog:
             self._rows.restore(entries)
             append_all(self._states[Tier.SSD], np.full(count, CopyState.READY))
             append_all(self._shown, np.full(count, _BIT[Tier.SSD]))
-            append_all(self._ssd_segment, entries["segment"])
-            append_all(self._ssd_slot, entries["slot"])
-            append_all(self._ssd_slot_bytes, entries["slot_bytes"])
+            self._places.restore(entries)
             append_all(self._last_use_ns, np.minimum(entries["last_use_ns"], _LAST_USE_NS_MAX))
             for column in self._columns:
                 append_all(column, np.zeros(count - len(column)))  # all that is not said above
             self._ready[Tier.SSD] = count
-            self._policies[Tier.SSD].enter(_use_order(entries))
+            self._policies[Tier.SSD].enter(use_order(entries))
             self._changes.cut()
             self.changed.notify_all()
 
@@ -223,12 +227,17 @@ class Catalog:
             if tier is Tier.HOST:
                 self._host_slot[row] = where.slot
             else:
-                self._ssd_segment[row] = where.segment
-                self._ssd_slot[row] = where.slot
-                self._ssd_slot_bytes[row] = where.slot_bytes
+                self._places.put(row, where)
             self._pins[tier][row] += pinned
             self._policies[tier].touch([row])
             self.changed.notify_all()
+
+    def relocate(self, row: int, where: Location) -> None:
+        """Say where a READY copy on the SSD lies now; a pin does not keep it where it was."""
+        with self.changed:
+            if self._states[Tier.SSD][row] != CopyState.READY:
+                raise ValueError(f"catalog row {row}: only a READY copy on the SSD has a place")
+            self._places.put(row, where)
 
     def end(self, row: int, tier: Tier, what: str) -> None:
         """End a copy: "abort", "evicted", "drop"; or "keep" one whose eviction failed."""
@@ -249,7 +258,7 @@ class Catalog:
         ``slot_bytes`` limits it to copies on the SSD whose slots have this size.
         """
         with self.changed:
-            pins, sizes = self._pins[tier], self._ssd_slot_bytes
+            pins, sizes = self._pins[tier], self._places.slot_bytes
             fitting = (
                 row
                 for row in self._policies[tier].victims()
@@ -390,10 +399,3 @@ class Catalog:
         if self._rows.holds(row) and not busy:
             self._rows.remove(row)
             self._last_use_ns[row] = 0
-
-
-def _use_order(entries: Entries) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return a table's rows, least recently used first and of one use the last position first."""
-    _, use = np.unique(entries["last_use_ns"], return_inverse=True)
-    ahead = U32_MAX - np.minimum(entries["position"], U32_MAX)
-    return np.argsort(use.astype(np.uint64) << np.uint64(32) | ahead)

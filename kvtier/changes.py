@@ -32,13 +32,14 @@ class CatalogChanges:
 
 
 class ChangeLog:
-    """The last ``kept`` changes, numbered; its owner locks.
+    """The last ``kept`` changes, numbered from ``first``; its owner locks.
 
-    Entries name blocks, not rows: a row may hold another block by the time it is asked for.
+    Entries name blocks, not rows: a row may hold another block by the time it is asked for. A later
+    log of the same store must start above this one's numbers, or a follower would be misled.
     """
 
-    def __init__(self, kept: int) -> None:
-        self.sequence = 0
+    def __init__(self, kept: int, first: int = 0) -> None:
+        self.sequence = first
         self._last: deque[BlockTiers] = deque(maxlen=kept)
 
     def add(self, change: BlockTiers) -> None:

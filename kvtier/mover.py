@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, Location, ReadResult
@@ -19,11 +19,22 @@ if TYPE_CHECKING:
     from kvtier.catalog import Catalog
     from kvtier.metrics import Metrics
     from kvtier.tiers.host import HostTier
-    from kvtier.tiers.ssd import SsdTier
 
-__all__ = ["Mover"]
+__all__ = ["BlockReads", "Mover"]
 
 log = logging.getLogger(__name__)
+
+
+class BlockReads(Protocol):
+    """The SSD's blocks, for whoever only reads them."""
+
+    def read(
+        self,
+        ids: Sequence[BlockId],
+        locations: Sequence[Location],
+        into: Sequence[memoryview],
+    ) -> list[ReadResult]:
+        """Fetch blocks; GONE only if no later read of that location can succeed."""
 
 
 class Mover:
@@ -36,7 +47,7 @@ class Mover:
         self,
         catalog: Catalog,
         host: HostTier,
-        ssd: SsdTier,
+        ssd: BlockReads,
         metrics: Metrics,
         *,
         host_blocks_max: int,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtier.tiers.base import BlockId
+from kvtier.tiers.base import BlockId, Location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.tiers.entries import Entries
 
-__all__ = ["U32_MAX", "BlockRows", "Interned", "append_all"]
+__all__ = ["U32_MAX", "BlockRows", "Interned", "Places", "append_all", "use_order"]
 
 U32_MAX: Final = (1 << 32) - 1
 _NAMES_CHUNK: Final = 1 << 16
@@ -198,6 +198,38 @@ class BlockRows:
         if sorted([*rows, *self._free]) == list(range(len(self))):
             return []
         return [f"catalog: {len(rows)} rows and {len(self._free)} free, {len(self)} made"]
+
+
+class Places:
+    """Where each row's copy on the SSD lies, as columns; its owner locks."""
+
+    def __init__(self) -> None:
+        self._segment = array("Q")
+        self._slot = array("I")
+        self.slot_bytes = array("Q")
+        self.columns = (self._segment, self._slot, self.slot_bytes)
+
+    def at(self, row: int) -> Location:
+        """Return a row's place; of a row without a copy it means nothing."""
+        return Location(self._segment[row], self._slot[row], self.slot_bytes[row])
+
+    def put(self, row: int, where: Location) -> None:
+        """Change a row's place."""
+        self._segment[row] = where.segment
+        self._slot[row] = where.slot
+        self.slot_bytes[row] = where.slot_bytes
+
+    def restore(self, entries: Entries) -> None:
+        """Append the places of a table."""
+        for column, name in zip(self.columns, ("segment", "slot", "slot_bytes"), strict=True):
+            append_all(column, entries[name])
+
+
+def use_order(entries: Entries) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return a table's rows, least recently used first and of one use the last position first."""
+    _, use = np.unique(entries["last_use_ns"], return_inverse=True)
+    ahead = U32_MAX - np.minimum(entries["position"], U32_MAX)
+    return np.argsort(use.astype(np.uint64) << np.uint64(32) | ahead)
 
 
 def append_all(column: array[int], values: np.ndarray[Any, Any]) -> None:

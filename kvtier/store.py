@@ -122,7 +122,8 @@ class Store(StoreView):
         )
         self._ssd = self._open_ssd(fs, metrics)
         undo.callback(self._ssd.close)
-        catalog = Catalog(Lru)
+        # Changes are numbered by the clock: who followed an earlier life of the store is told so.
+        catalog = Catalog(Lru, first_change=time.time_ns())
         catalog.restore(self._ssd.take_entries())
         host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
         host = HostTier(block_bytes, host_blocks_max + config.staging_blocks_max, config.host_bytes)

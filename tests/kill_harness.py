@@ -29,9 +29,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from support import SPEC, bring_back, disk_bytes, filled_slots, prompt, tiny_budget
+from support import SPEC, bring_back, disk_bytes, expected, filled_slots, prompt, tiny_budget
 
 import kvtier
+from kvtier import Tier
+from kvtier.catalog import CopyState
+from kvtier.tiers.base import BlockId, ReadResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +47,7 @@ HANG_S_MAX: Final = 60.0
 LOCKED_S_MAX: Final = 20.0
 """How long a life waits for the one before it to let go of the lock."""
 RESTORED_PROMPTS: Final = 3
-"""Known prompts that each life restores before it goes on; all of them at a store's end."""
+"""Known prompts that each life restores before it goes on; a store's last one reads all."""
 TENANTS: Final = ("a", "b", "c", "d")
 MOMENTS: Final = {"open": 0.15, "work": 0.65, "close": 0.2}
 DELAY_S_MAX: Final = {"open": 0.08, "work": 0.1, "close": 0.02}
@@ -115,9 +118,10 @@ class Life:
         store.close()
 
     def finish(self) -> None:
-        """Restore everything that is known, and close."""
+        """Verify once more, read every block that is stored, and close."""
         with open_patiently(self.path, self.budget) as store:
-            restored = verify(store, self.book, self.budget, self.chance, sample=1 << 30)
+            restored = verify(store, self.book, self.budget, self.chance)
+            restored += read_all(store, self.book, self.budget)
         used = disk_bytes(self.path)
         assert used <= BUDGETS[self.budget]["ssd_bytes"], f"{used} bytes on disk when closed"
         self.say(f"verified {restored}")
@@ -173,9 +177,7 @@ def open_patiently(path: str, budget: str) -> kvtier.Store:
             time.sleep(0.002)
 
 
-def verify(
-    store: kvtier.Store, book: Book, budget: str, chance: random.Random, sample: int = 0
-) -> int:
+def verify(store: kvtier.Store, book: Book, budget: str, chance: random.Random) -> int:
     """Assert what must hold after a kill; returns how many blocks were restored."""
     assert (problems := store.check()) == [], problems
     used, limit = disk_bytes(store.path), BUDGETS[budget]["ssd_bytes"]
@@ -186,9 +188,8 @@ def verify(
             assert set(tiers) == {None}, f"prompt {seed} was purged: {tiers}"
         elif each.state == "durable" and budget == "roomy":
             assert None not in tiers, f"prompt {seed} was durable: {tiers}"
-    count = min(max(sample, RESTORED_PROMPTS), len(book.prompts))
-    latest = sorted(book.prompts)[-count // 2 :]
-    chosen = {*latest, *chance.sample(sorted(book.prompts), count)}
+    known = sorted(book.prompts)
+    chosen = {*known[-1:], *chance.sample(known, min(RESTORED_PROMPTS, len(known)))}
     restored = 0
     for seed in sorted(chosen):
         each = book.prompts[seed]
@@ -197,6 +198,26 @@ def verify(
             assert loaded == len(each.keys), f"prompt {seed}: {loaded} of {len(each.keys)} loaded"
         restored += loaded
     return restored
+
+
+def read_all(store: kvtier.Store, book: Book, budget: str) -> int:
+    """Assert that every block on the SSD has its bytes; returns how many there are."""
+    count = 0
+    room = bytearray(SPEC.block_layout.block_bytes)
+    for seed, each in book.prompts.items():
+        for block in range(len(each.keys)):
+            block_id = BlockId(each.keys.namespace, each.keys[block])
+            row = store._catalog.find(block_id)
+            if row is None or store._catalog.state(row, Tier.SSD) is not CopyState.READY:
+                continue
+            where = store._catalog.location(row, Tier.SSD)
+            (result,) = store._ssd.read([block_id], [where], [memoryview(room)])
+            if each.state == "durable" and budget == "roomy":
+                assert result is ReadResult.OK, f"prompt {seed}, block {block}: {result}"
+            if result is ReadResult.OK:
+                assert room == expected(each.keys, block), f"prompt {seed}, block {block} is WRONG"
+            count += 1
+    return count
 
 
 # -- the parent

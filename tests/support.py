@@ -243,12 +243,14 @@ def flip(path: str | Path, offset: int, mask: int = 0xFF) -> None:
         file.write(bytes([byte[0] ^ mask]) if byte else b"")
 
 
-def run_python(code: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *args: str, check: bool = True, flags: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that can import ``support``."""
     here = os.path.dirname(os.path.abspath(__file__))
     path = os.pathsep.join([here, os.path.dirname(here), *filter(None, [_python_path()])])
     return subprocess.run(
-        [sys.executable, "-c", code, *args],
+        [sys.executable, *flags, "-c", code, *args],
         check=check,
         capture_output=True,
         text=True,

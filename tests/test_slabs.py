@@ -155,6 +155,7 @@ class SlabsMachine(RuleBasedStateMachine):
 
     @rule(size=st.sampled_from([SIZE, OTHER]))
     def take(self, size: int) -> None:
+        """Take a slot: there is one if and only if there is room."""
         room = self.books.room(size)
         taken = self.books.take(size)
         assert (taken is None) == (room == 0)
@@ -166,11 +167,13 @@ class SlabsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(hole=st.booleans())
     def give_back(self, hole: bool) -> None:  # noqa: FBT001 - drawn by Hypothesis
+        """Give a taken slot back."""
         self.books.give_back(self.taken.pop(), hole=hole)
 
     @precondition(lambda self: self.taken)
     @rule()
     def fill(self) -> None:
+        """Put a block into a taken slot."""
         where = self.taken.pop()
         self.number += 1
         self.live[where] = block(self.number)
@@ -179,23 +182,27 @@ class SlabsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def empty(self, data: st.DataObject) -> None:
+        """Free a block's slot."""
         where = data.draw(st.sampled_from(sorted(self.live, key=str)))
         self.books.empty(self.live.pop(where), where)
 
     @rule(limit=st.integers(1, 4))
     def destroy(self, limit: int) -> None:
+        """Give the disk of some free slots back."""
         for where in self.books.take_free(limit):
             assert where not in self.live
             self.books.give_back(where, hole=True)
 
     @rule()
     def unlink(self) -> None:
+        """Remove segments that hold nothing."""
         for segment in self.books.empty_segments():
             assert all(where.segment != segment for where in (*self.live, *self.taken))
             self.books.forget(segment)
 
     @invariant()
     def balances(self) -> None:
+        """Check the books against what is known."""
         assert self.books.check() == []
         assert self.books.blocks() == len(self.live)
         assert set(self.books.live()) == set(self.live)

@@ -21,9 +21,7 @@ class Clock:
         return int(self.hours * HOUR_NS)
 
 
-def budget(
-    clock: Clock, saved: list[bytes], bytes_per_day: int | None = DAY
-) -> WriteBudget:
+def budget(clock: Clock, saved: list[bytes], bytes_per_day: int | None = DAY) -> WriteBudget:
     """Return a budget that saves into a list, from what is last in it."""
     return WriteBudget(
         bytes_per_day,

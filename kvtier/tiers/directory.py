@@ -17,7 +17,7 @@ from kvtier.tiers.write_budget import SAVED_BYTES_MAX
 if TYPE_CHECKING:
     from kvtier.tiers.fs import FileSystem
 
-__all__ = ["StoreDirectory"]
+__all__ = ["ReadDirectory", "StoreDirectory"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class StoreDirectory:
         self.root = self._keep(fs.open_directory(self.path))
         names = set(fs.names(self.root))
         if "FORMAT" in names:
-            self._check_format()
+            _check_format(fs, self.root, self.path)
         elif names - _BEFORE_FORMAT:
             raise FormatError(
                 f"{self.path}: not a kvtier store (no FORMAT file) and not empty; "
@@ -103,17 +103,6 @@ class StoreDirectory:
         self._open.append(fd)
         return fd
 
-    def _check_format(self) -> None:
-        line = self._read(self.root, "FORMAT", _FORMAT_BYTES_MAX)
-        match = _FORMAT_LINE.fullmatch(line)
-        if match is None:
-            raise FormatError(f"{self.path}: FORMAT does not say 'kvtier store, format N'")
-        version = int(match[1])
-        if version != FORMAT_VERSION:
-            raise FormatError(
-                f"{self.path}: store of format {version}; this kvtier reads {FORMAT_VERSION}"
-            )
-
     @property
     def lock_fd(self) -> int:
         """The descriptor of LOCK: whoever else holds it keeps the store locked."""
@@ -140,7 +129,7 @@ class StoreDirectory:
             if not name.endswith(".msgpack"):
                 continue
             try:
-                spec = KVSpec.from_bytes(self._read(self.specs, name, SPEC_BYTES_MAX))
+                spec = KVSpec.from_bytes(_read(self._fs, self.specs, name, SPEC_BYTES_MAX))
             except (FormatError, OSError):
                 continue
             found[spec.namespace] = spec
@@ -148,10 +137,7 @@ class StoreDirectory:
 
     def read_costs(self) -> bytes:
         """Return the cost file, empty if there is none or it cannot be read."""
-        try:
-            return self._read(self.root, "costs.msgpack", COSTS_BYTES_MAX)
-        except OSError:
-            return b""
+        return _read_if_there(self._fs, self.root, "costs.msgpack", COSTS_BYTES_MAX)
 
     def write_costs(self, data: bytes) -> None:
         """Replace the cost file."""
@@ -160,26 +146,11 @@ class StoreDirectory:
 
     def read_writes(self) -> bytes:
         """Return what the write budget saved, empty if nothing or if it cannot be read."""
-        try:
-            return self._read(self.root, "writes.msgpack", SAVED_BYTES_MAX)
-        except OSError:
-            return b""
+        return _read_if_there(self._fs, self.root, "writes.msgpack", SAVED_BYTES_MAX)
 
     def write_writes(self, data: bytes) -> None:
         """Replace what the write budget saved, durably."""
         self._replace(self.root, "writes.msgpack", data)
-
-    def _read(self, directory: int, name: str, limit: int) -> bytes:
-        fd = self._fs.open_file(directory, name, write=False, create=False)
-        try:
-            size = self._fs.size(fd)
-            if size > limit:
-                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
-            data = bytearray(size)
-            count = self._fs.read(fd, [memoryview(data)], 0)
-            return bytes(data[:count])
-        finally:
-            self._fs.close(fd)
 
     def _replace(self, directory: int, name: str, data: bytes) -> None:
         """Write a small file so that a reader or a crash sees the old one or the new one, whole."""
@@ -203,3 +174,85 @@ class StoreDirectory:
             self._lock = None
         while self._open:
             self._fs.close(self._open.pop())
+
+
+class ReadDirectory:
+    """A store's directory as a reader opens it: nothing is locked, made or changed.
+
+    Raises ``FormatError`` if the path is no store or of a newer format, ``StoreFailed`` if it is
+    not there or the file system refuses; each names the path.
+    """
+
+    def __init__(self, path: str, fs: FileSystem) -> None:
+        self.path = path
+        self._fs = fs
+        self._open: list[int] = []
+        try:
+            self._enter()
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise FormatError(f"{path}: it, or a part of it, is no directory") from error
+            raise StoreFailed(
+                f"{path}: cannot be opened for reading: {error.strerror or error}; "
+                "a writer (kvtier.open) makes the store"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self) -> None:
+        fs = self._fs
+        self._root = self._keep(fs.open_existing_directory(self.path))
+        if "FORMAT" not in fs.names(self._root):
+            raise FormatError(f"{self.path}: not a kvtier store (no FORMAT file)")
+        _check_format(fs, self._root, self.path)
+        self.segments = self._keep(fs.open_existing_directory("segments", self._root))
+        self._keep(fs.open_existing_directory("index", self._root))  # is one, not a link to one
+
+    def _keep(self, fd: int) -> int:
+        self._open.append(fd)
+        return fd
+
+    @property
+    def index_path(self) -> str:
+        """Where the index lives."""
+        return f"{self.path}/index"
+
+    def read_costs(self) -> bytes:
+        """Return the cost file, empty if there is none or it cannot be read."""
+        return _read_if_there(self._fs, self._root, "costs.msgpack", COSTS_BYTES_MAX)
+
+    def close(self) -> None:
+        """Close the directory; idempotent."""
+        while self._open:
+            self._fs.close(self._open.pop())
+
+
+def _check_format(fs: FileSystem, root: int, path: str) -> None:
+    match = _FORMAT_LINE.fullmatch(_read(fs, root, "FORMAT", _FORMAT_BYTES_MAX))
+    if match is None:
+        raise FormatError(f"{path}: FORMAT does not say 'kvtier store, format N'")
+    version = int(match[1])
+    if version != FORMAT_VERSION:
+        raise FormatError(f"{path}: store of format {version}; this kvtier reads {FORMAT_VERSION}")
+
+
+def _read(fs: FileSystem, directory: int, name: str, limit: int) -> bytes:
+    fd = fs.open_file(directory, name, write=False, create=False)
+    try:
+        size = fs.size(fd)
+        if size > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
+        data = bytearray(size)
+        count = fs.read(fd, [memoryview(data)], 0)
+        return bytes(data[:count])
+    finally:
+        fs.close(fd)
+
+
+def _read_if_there(fs: FileSystem, directory: int, name: str, limit: int) -> bytes:
+    try:
+        return _read(fs, directory, name, limit)
+    except OSError:
+        return b""

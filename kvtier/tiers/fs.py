@@ -33,6 +33,9 @@ class FileSystem(Protocol):
     def open_subdirectory(self, directory: int, name: str) -> int:
         """Open a directory within another one, making it (0700) if it is missing."""
 
+    def open_existing_directory(self, path: str, within: int | None = None) -> int:
+        """Open a directory that is there; ``within`` another one, it may not be a link."""
+
     def open_file(
         self, directory: int, name: str, *, write: bool, create: bool, direct: bool = False
     ) -> int:
@@ -109,6 +112,11 @@ class PosixFileSystem:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=directory)
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+
+    def open_existing_directory(self, path: str, within: int | None = None) -> int:
+        """Open a directory that is there; ``within`` another one, it may not be a link."""
+        follow = os.O_NOFOLLOW if within is not None else 0
+        return os.open(path, _DIRECTORY | follow, dir_fd=within)
 
     def open_file(
         self, directory: int, name: str, *, write: bool, create: bool, direct: bool = False

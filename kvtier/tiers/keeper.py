@@ -385,8 +385,7 @@ def main() -> None:
     with socket.socket(fileno=0) as end, end.makefile("rb") as requests:
         while len(header := requests.read(REQUEST.size)) == REQUEST.size:
             request, length = REQUEST.unpack(header)
-            body = requests.read(length)
-            if len(body) != length:
+            if len(body := requests.read(length)) != length:
                 return
             answer, fd = keeper.answer(request, body)
             if fd is not None:  # it goes with the first byte

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.base import Location
     from kvtier.tiers.fs import FileSystem
 
-__all__ = ["Abilities", "RecordIo", "probe"]
+__all__ = ["Abilities", "RecordIo", "probe", "probe_reads"]
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,25 @@ def probe(directory: int, fs: FileSystem) -> Abilities:
         fs.close(fd)
         _works(lambda: fs.unlink(directory, _PROBE))
     return Abilities(direct=direct, punch=punch)
+
+
+def probe_reads(directory: int, fs: FileSystem, segment: int) -> Abilities:
+    """Find out by reading a page of a segment, without changing anything; ``OSError`` if it cannot.
+
+    What cannot be read directly but otherwise is read through the page cache.
+    """
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+
+    def attempt(*, direct: bool) -> None:
+        name = segment_name(segment)
+        fd = fs.open_file(directory, name, write=False, create=False, direct=direct)
+        try:
+            fs.read(fd, [page], 0)
+        finally:
+            fs.close(fd)
+
+    attempt(direct=False)
+    return Abilities(direct=_works(lambda: attempt(direct=True)), punch=False)
 
 
 def _write_direct(directory: int, fs: FileSystem, page: memoryview) -> None:

@@ -10,29 +10,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
-import hmac
 import logging
 import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 from kvtier.tiers.entries import Entries, entry_of, table
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.opening import reclaim, recover
 from kvtier.tiers.record_io import RecordIo, probe
 from kvtier.tiers.scan import find_segments, scan_headers
-from kvtier.tiers.segment import (
-    decode_header,
-    encode_header,
-    header_tag,
-    keyed_tag,
-    part_digests,
-    slot_bytes,
-)
+from kvtier.tiers.segment import encode_header, keyed_tag, part_digests, slot_bytes
 from kvtier.tiers.slabs import Slabs
+from kvtier.tiers.verify import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,8 +41,6 @@ SEGMENTS_MAX: Final = 1 << 16
 FREE_SLOTS_MAX: Final = 1 << 31
 WRITES_INFLIGHT_MAX: Final = 4
 """Records being written at once."""
-_GONE: Final = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.EINVAL)
-"""Errors of a read after which the bytes are not expected to come back."""
 
 
 class SsdTier:
@@ -250,15 +240,10 @@ class SsdTier:
         ]
 
     def _read_one(self, block: BlockId, where: Location, into: memoryview) -> ReadResult:
-        try:
-            header, count = self._io.read(where, into)
-        except OSError as error:
-            log.warning("block %s could not be read: %s", block, error)
-            return ReadResult.GONE if error.errno in _GONE else ReadResult.FAILED
-        if count < header.nbytes + into.nbytes or not header.nbytes:
-            log.warning("block %s ends after %d bytes", block, count)
-            return ReadResult.GONE
-        return ReadResult.OK if _verify(block, header, into, self._key) else ReadResult.GONE
+        result, fault = read_record(self._io, self._key, block, where, into)
+        if fault:
+            log.warning("block %s %s", block, fault)
+        return result
 
     def drop(self, ids: Sequence[BlockId], locations: Sequence[Location]) -> None:
         """Take blocks out of the index, durably, then free their slots; or raise ``OSError``."""
@@ -312,21 +297,3 @@ class SsdTier:
             # A write that hangs must not hang the one who closes.
             self._lane.shutdown(wait=False, cancel_futures=True)
             self._index.close()
-
-
-def _verify(block: BlockId, header: memoryview, payload: memoryview, key: bytes) -> bool:
-    try:
-        record, digests = decode_header(header)
-    except FormatError as error:
-        log.warning("block %s is damaged: %s", block, error)
-        return False
-    if record.id != block or record.payload_bytes != payload.nbytes:
-        log.warning("block %s: its slot holds another block", block)
-        return False
-    if part_digests(record.part_bytes, payload) != digests:
-        log.warning("block %s is damaged: a part fails its checksum", block)
-        return False
-    if key and not hmac.compare_digest(keyed_tag(key, header, payload), header_tag(header)):
-        log.warning("block %s was not written with this store's integrity_key", block)
-        return False
-    return True

@@ -1,0 +1,412 @@
+"""Space, writes and uses of the SSD tier, seen through the store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import (
+    SLOT_BYTES,
+    WAIT_S,
+    FaultyFileSystem,
+    bring_back,
+    disk_bytes,
+    eventually,
+    expected,
+    faulty_index,
+    flip,
+    prompt,
+    prompt_keys,
+    put,
+    segment_files,
+    tiny_budget,
+    variant,
+)
+
+import kvtier
+from kvtier import Tier
+from kvtier.admission import SecondAccess
+from kvtier.tiers.base import BlockId
+from kvtier.tiers.index import LmdbIndex
+
+Open = Any
+
+
+# -- other sizes
+
+
+@pytest.mark.parametrize("punch", [True, False])
+def test_one_size_class_gives_way_to_another(
+    open_store: Open, store_path: str, *, punch: bool
+) -> None:
+    """A directory full of one model's blocks takes another's, with and without hole punching."""
+    fs = FaultyFileSystem()
+    if not punch:
+        fs.fail("punch", 95)
+    other = variant(model="test/wide", kv_heads=4)
+    budget = tiny_budget(24, 6)
+    with contextlib.closing(kvtier.open(store_path, other, host_bytes=0, **budget)) as before:
+        for seed in range(4):
+            put(before, kvtier.BlockKeys.of(other, prompt(6, seed)))
+        assert before.stats()["tiers"]["ssd"]["blocks"] > 8
+    store = open_store(host_bytes=0, fs=fs, **budget)
+    for seed in range(4):
+        assert put(store, prompt_keys(6, seed)).stored == 6
+        assert bring_back(store, prompt_keys(6, seed)).loaded == 6
+        assert disk_bytes(store.path) <= budget["ssd_bytes"]
+
+
+def test_a_copy_without_holes_shrinks_into_its_budget(open_store: Open, tmp_path: Path) -> None:
+    """A directory whose holes were filled by copying opens, and gives the bytes back."""
+    budget = tiny_budget(24, 6)
+    store = open_store(host_bytes=0, **budget)
+    for seed in range(4):
+        put(store, store.keys(prompt(6, seed), tenant=str(seed % 2)))
+    kept = store.keys(prompt(6, 3), tenant="1")
+    there = store.lookup(kept).stored
+    store.purge(tenant="0")
+    assert store.stats()["tiers"]["ssd"]["used_bytes"] < budget["ssd_bytes"] - 6 * SLOT_BYTES
+    full = disk_bytes(store.path)
+    store.close()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for folder, _, names in os.walk(store.path):
+        target = copy / os.path.relpath(folder, store.path)
+        target.mkdir(exist_ok=True)
+        for name in names:
+            (target / name).write_bytes(Path(folder, name).read_bytes())
+    assert disk_bytes(copy) > full
+    small = {**budget, "ssd_bytes": budget["ssd_bytes"] - 12 * SLOT_BYTES}
+    store = open_store(path=str(copy), host_bytes=0, **small)
+    assert bring_back(store, kept).loaded == there
+    assert disk_bytes(copy) <= small["ssd_bytes"]
+    assert disk_bytes(copy) <= store.stats()["tiers"]["ssd"]["used_bytes"]
+
+
+def test_holes_are_known_after_a_restart(open_store: Open) -> None:
+    """What a purge gave back is not counted as used by the next process."""
+    budget = tiny_budget(24, 6)
+    store = open_store(host_bytes=0, **budget)
+    put(store, store.keys(prompt(6, 1), tenant="a"))
+    put(store, store.keys(prompt(6, 2), tenant="b"))
+    put(store, store.keys(prompt(3, 3), tenant="a"))
+    store.purge(tenant="a")
+    used = store.stats()["tiers"]["ssd"]["used_bytes"]
+    store.close()
+    store = open_store(host_bytes=0, **budget)
+    assert abs(store.stats()["tiers"]["ssd"]["used_bytes"] - used) <= 32 << 10
+    assert bring_back(store, store.keys(prompt(6, 2), tenant="b")).loaded == 6
+    assert disk_bytes(store.path) <= store.stats()["tiers"]["ssd"]["used_bytes"]
+
+
+def test_a_dead_writers_probe_is_removed(open_store: Open) -> None:
+    """The file by which a writer tried out the disk does not outlive the next open."""
+    store = open_store()
+    store.close()
+    left = os.path.join(store.path, "segments", "probe.new")
+    with open(left, "wb") as file:
+        file.write(b"x" * 4096)
+    open_store()
+    assert not os.path.exists(left)
+
+
+# -- how the disk is accessed
+
+
+def test_the_way_of_access_is_reported(open_store: Open) -> None:
+    """Direct where the file system allows it; else buffered, and both give the same bytes."""
+    fs = FaultyFileSystem()
+    fs.fail("open_file", 22, name="probe.new", nth=2)
+    store = open_store(host_bytes=0, fs=fs)
+    assert store.stats()["tiers"]["ssd"]["io"] == "buffered"
+    put(store, prompt_keys(4))
+    assert bring_back(store, prompt_keys(4)).loaded == 4
+    store.close()
+    store = open_store(host_bytes=0)
+    assert store.stats()["tiers"]["ssd"]["io"] in ("direct", "buffered")
+    assert bring_back(store, prompt_keys(4)).loaded == 4
+
+
+def test_a_directory_that_cannot_be_probed_opens(open_store: Open) -> None:
+    """A probe that fails costs direct I/O, not the store."""
+    fs = FaultyFileSystem()
+    fs.fail("create", 28, name="probe.new")
+    store = open_store(host_bytes=0, fs=fs)
+    assert store.stats()["tiers"]["ssd"]["io"] == "buffered"
+    assert put(store, prompt_keys(4)).stored == 4
+
+
+# -- the write budget
+
+
+def test_a_spent_write_budget_stops_writes_not_the_store(open_store: Open) -> None:
+    """Beyond the day's bytes nothing is written; host memory goes on, and it is counted."""
+    store = open_store(ssd_write_bytes_per_day=4 * SLOT_BYTES)
+    put(store, prompt_keys(8))
+    stats = store.stats()
+    assert stats["tiers"]["ssd"]["blocks"] <= 4
+    assert stats["counters"]["ssd_written_bytes"] <= 4 * SLOT_BYTES
+    assert stats["counters"]["ssd_declined_blocks"] == 8 - stats["tiers"]["ssd"]["blocks"]
+    assert bring_back(store, prompt_keys(8)).loaded == 8
+    store.close()
+    store = open_store(ssd_write_bytes_per_day=4 * SLOT_BYTES)
+    put(store, prompt_keys(8, seed=1))
+    assert store.stats()["counters"]["ssd_written_bytes"] <= SLOT_BYTES
+
+
+def test_a_short_write_budget_admits_what_comes_twice(open_store: Open) -> None:
+    """With less than a quarter left, a block is written when it is put for the second time."""
+    store = open_store(ssd_write_bytes_per_day=20 * SLOT_BYTES)
+    put(store, prompt_keys(16))
+    store.flush()
+    once, twice = prompt_keys(2, seed=1), prompt_keys(2, seed=2)
+    for keys in (once, twice, twice):
+        put(store, keys)
+        store.flush()
+    catalog = store._catalog
+
+    def stored(keys: kvtier.BlockKeys) -> int:
+        rows = [catalog.find(BlockId(keys.namespace, digest)) for digest in keys.hashes]
+        return sum(row is not None and catalog.state(row, Tier.SSD) == 3 for row in rows)
+
+    assert stored(once) == 0
+    assert stored(twice) == 2
+
+
+def test_the_ghosts_are_bounded() -> None:
+    """Second access remembers the last so many blocks and no more."""
+    ghosts = SecondAccess(limit=2)
+    blocks = [BlockId(bytes(32), bytes([n]) * 32) for n in range(3)]
+    assert not any(ghosts.admits(block) for block in blocks)
+    assert not ghosts.admits(blocks[0])
+    assert ghosts.admits(blocks[2])
+    assert not ghosts.admits(blocks[2])
+
+
+def test_a_block_that_missed_the_disk_is_written_when_put_again(open_store: Open) -> None:
+    """A block that is only in host memory because its write failed reaches the SSD later."""
+    fs = FaultyFileSystem()
+    store = open_store(fs=fs)
+    keys = prompt_keys(4)
+    fs.fail("write", 28, name=".seg")
+    put(store, keys)
+    store.flush()
+    assert store.stats()["tiers"]["ssd"]["blocks"] == 0
+    fs.heal()
+    assert put(store, keys).present == 4
+    store.flush()
+    assert store.stats()["tiers"]["ssd"]["blocks"] == 4
+    store.close()
+    assert bring_back(open_store(), keys).loaded == 4
+
+
+def test_what_is_written_is_counted(open_store: Open) -> None:
+    """The medium's bytes are those of the slots and of the index: the write amplification."""
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(8))
+    written = store.stats()["tiers"]["ssd"]["medium_written_bytes"]
+    assert written >= 8 * SLOT_BYTES
+
+
+# -- uses
+
+
+def test_uses_survive_a_restart(open_store: Open) -> None:
+    """What was restored often outlives what was only stored, also over a restart."""
+    budget = tiny_budget(12, 6)
+    store = open_store(host_bytes=0, **budget)
+    put(store, prompt_keys(4, seed=1))
+    put(store, prompt_keys(4, seed=2))
+    bring_back(store, prompt_keys(4, seed=1))
+    store.close()
+    index = LmdbIndex(os.path.join(store.path, "index"), 1 << 30)
+    hits = {bytes(row["hash"].tobytes()): int(row["hits"]) for row in index.entries()}
+    index.close()
+    assert [hits[digest] for digest in prompt_keys(4, seed=1).hashes] == [1] * 4
+    assert [hits[digest] for digest in prompt_keys(4, seed=2).hashes] == [0] * 4
+    store = open_store(host_bytes=0, **budget)
+    put(store, prompt_keys(6, seed=3))
+    assert store.lookup(prompt_keys(4, seed=1)).stored > store.lookup(prompt_keys(4, seed=2)).stored
+
+
+# -- keyed tags
+
+KEY = b"k" * 32
+
+
+def test_a_record_of_another_key_is_a_miss(open_store: Open) -> None:
+    """With an integrity key only records written under it are read; without one, all are."""
+    store = open_store(host_bytes=0, integrity_key=KEY)
+    put(store, prompt_keys(4, seed=1))
+    assert bring_back(store, prompt_keys(4, seed=1)).loaded == 4
+    store.close()
+    store = open_store(host_bytes=0)
+    assert bring_back(store, prompt_keys(4, seed=1)).loaded == 4
+    put(store, prompt_keys(4, seed=2))
+    store.close()
+    store = open_store(host_bytes=0, integrity_key=KEY)
+    assert bring_back(store, prompt_keys(4, seed=2)).loaded == 0
+    assert bring_back(store, prompt_keys(4, seed=1)).loaded == 4
+    store.close()
+    store = open_store(host_bytes=0, integrity_key=b"another key of some length")
+    assert bring_back(store, prompt_keys(4, seed=1)).loaded == 0
+
+
+def test_a_forged_payload_fails_the_tag(open_store: Open) -> None:
+    """Whoever makes header, checksums and payload fit still cannot make the tag."""
+    from kvtier.tiers.segment import (
+        PAGE_BYTES,
+        decode_header,
+        encode_header,
+        header_tag,
+        part_digests,
+    )
+
+    store = open_store(host_bytes=0, integrity_key=KEY)
+    keys = prompt_keys(1)
+    put(store, keys)
+    store.close()
+    with open(segment_files(store.path)[0], "r+b") as file:
+        file.seek(PAGE_BYTES)
+        page = file.read(PAGE_BYTES)
+        record, _ = decode_header(page)
+        forged = memoryview(b"\0" * record.payload_bytes)
+        digests = part_digests(record.part_bytes, forged)
+        file.seek(PAGE_BYTES)
+        file.write(encode_header(record, digests, header_tag(page)) + forged)
+    store = open_store(host_bytes=0, integrity_key=KEY)
+    assert bring_back(store, keys).recomputed == [0]
+
+
+def test_a_wide_directory_is_warned_of(
+    open_store: Open, store_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that others may enter opens with a warning; a private one without."""
+    open_store().close()
+    with caplog.at_level(logging.WARNING):
+        open_store().close()
+        assert "others may enter" not in caplog.text
+        os.chmod(store_path, 0o750)
+        open_store().close()
+    assert "others may enter" in caplog.text
+
+
+# -- the index's process
+
+
+def test_a_killed_index_process_costs_nothing(open_store: Open) -> None:
+    """If the index's process dies, it is started again; puts, restores and books go on."""
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(4, seed=1))
+    kill_index(store)
+    assert put(store, prompt_keys(4, seed=2)).stored == 4
+    assert store.stats()["tiers"]["ssd"]["index_repairs"] == 1
+    kill_index(store)
+    store.purge(tenant="nobody")
+    assert put(store, prompt_keys(4, seed=3)).stored == 4
+    store.close()
+    store = open_store(host_bytes=0)
+    for seed in (1, 2, 3):
+        assert bring_back(store, prompt_keys(4, seed)).loaded == 4
+
+
+def test_an_index_lost_while_open_is_made_anew(open_store: Open) -> None:
+    """An index that is ruined under an open store is rebuilt from what the slots hold."""
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(6, seed=1))
+    kill_index(store)
+    with open(os.path.join(store.path, "index", "data.mdb"), "r+b") as file:
+        file.write(b"\xff" * 20_000)
+    assert put(store, prompt_keys(6, seed=2)).stored == 6
+    assert bring_back(store, prompt_keys(6, seed=1)).loaded == 6
+    store.close()
+    store = open_store(host_bytes=0)
+    for seed in (1, 2):
+        assert bring_back(store, prompt_keys(6, seed)).loaded == 6
+
+
+def test_an_index_that_cannot_be_repaired_drops_writes_only(open_store: Open) -> None:
+    """Without a working index nothing new reaches the SSD; what is there is still restored."""
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(4, seed=1))
+    index = faulty_index(store)
+    index.error = OSError(5, "no commit")
+    assert put(store, prompt_keys(4, seed=2)).stored == 0
+    assert bring_back(store, prompt_keys(4, seed=1)).loaded == 4
+    index.error = None
+    assert put(store, prompt_keys(4, seed=2)).stored == 4
+
+
+def kill_index(store: kvtier.Store) -> None:
+    """End the process that keeps the index, as a damaged page would."""
+    keeper = store._ssd._ledger._index._link._process
+    keeper.kill()
+    keeper.wait(WAIT_S)
+
+
+# -- following
+
+
+def test_changes_tell_what_came_and_went(open_store: Open) -> None:
+    """Asked again from where it was, a follower gets exactly what became different."""
+    store = open_store(host_bytes=0)
+    first = store.changes(0)
+    assert first.complete
+    put(store, prompt_keys(3))
+    eventually(lambda: store._catalog.ready(Tier.HOST) == 0)
+    second = store.changes(first.sequence)
+    assert not second.complete
+    assert {(digest, tiers) for _, digest, tiers in second.blocks} == {
+        (digest, (Tier.SSD,)) for digest in prompt_keys(3).hashes
+    }
+    store.purge(tenant="")
+    third = store.changes(second.sequence)
+    assert {tiers for _, _, tiers in third.blocks} == {()}
+    assert store.changes(third.sequence).blocks == ()
+
+
+def test_a_follower_of_an_earlier_life_is_told(open_store: Open) -> None:
+    """A sequence number of before a restart gives everything, not a difference."""
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(3))
+    before = store.changes(0)
+    store.close()
+    store = open_store(host_bytes=0)
+    again = store.changes(before.sequence)
+    assert again.complete
+    assert len(again.blocks) == 3
+    assert store.changes(again.sequence + 1).complete
+
+
+def test_damage_is_still_found_without_asserts(open_store: Open) -> None:
+    """A flipped payload byte is a miss also where assert statements do nothing."""
+    from support import run_python
+
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(4))
+    store.close()
+    flip(segment_files(store.path)[0], 3 * 4096)
+    code = (
+        "import sys, kvtier; from support import SPEC, prompt_keys, bring_back\n"
+        "with kvtier.open(sys.argv[1], SPEC, host_bytes=0) as s:\n"
+        "    back = bring_back(s, prompt_keys(4))\n"
+        "    print(back.report.loaded, back.report.recomputed, __debug__)\n"
+    )
+    done = run_python(code, store.path, flags=["-O"])
+    assert done.stdout.split() == ["3", "1", "False"]
+
+
+def test_sizes_on_disk_do_not_depend_on_how_it_got_there(open_store: Open) -> None:
+    """``expected`` bytes are what a copy of the directory elsewhere restores too."""
+    store = open_store(host_bytes=0)
+    put(store, prompt_keys(4))
+    store.close()
+    copy = store.path + "-copy"
+    shutil.copytree(store.path, copy)
+    assert bring_back(open_store(path=copy, host_bytes=0), prompt_keys(4)).loaded == 4
+    assert expected(prompt_keys(4), 0) != expected(prompt_keys(4), 1)
