@@ -10,8 +10,8 @@ LMCache runs in an environment and a process of its own, made on the first run a
 engine's disk backend (block by block, its thread pool, its event loop) and the server's ``fs`` and
 ``fs_native`` adapters (all blocks as one task, each as a task of its own), all of them with the
 page cache and with O_DIRECT. Each pair is measured on stores and processes of its own: how quick
-direct I/O is depends on how scattered the memory is that a process happened to get. A ratio is over the way that was quickest by its median: of the disk
-backend with O_DIRECT, and of all.
+direct I/O is depends on how scattered the memory is that a process happened to get. A ratio is over
+the way that was quickest by its median: of the disk backend with O_DIRECT, and of all.
 If LMCache cannot be installed or run, the exit status is 3 and there are no ratios.
 """
 
@@ -53,10 +53,16 @@ def median_s(trials: Sequence[Trial]) -> float:
     return statistics.median(trial.seconds for trial in trials)
 
 
-def once(
-    bench: Bench, folder: Path, python: Path, subject: Subject, tick: Callable[[], None]
+def one_round(
+    bench: Bench,
+    folder: Path,
+    python: Path,
+    subject: Subject,
+    tick: Callable[[], None],
+    *,
+    backwards: bool,
 ) -> dict[str, list[Trial]]:
-    """Store the blocks on both sides, then read them over every way; every other time backwards."""
+    """Store the blocks on both sides, then read them once over every way."""
     layers, kv_heads, head_dim = SHAPES[subject.mib]
     settings = {
         "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim,
@@ -71,22 +77,19 @@ def once(
         ways = {"kvtier": reads.trial}
         ways |= {path: partial(loaded, rival, path) for path in rival.paths}
         ways["again"] = reads.trial
-        names = list(ways)
-        if bench.settings["rounds"] % 2:
-            names.reverse()
-        bench.settings["rounds"] += 1
-        return interleave({name: ways[name] for name in names}, 1, tick)
+        order = reversed(ways) if backwards else iter(ways)
+        return interleave({name: ways[name] for name in order}, 1, tick)
 
 
 def compare(bench: Bench, folder: Path, python: Path, subject: Subject) -> None:
     """Measure all ways by turns and add the ratios."""
     trials: dict[str, list[Trial]] = {}
-    bench.settings["rounds"] = 0
     with bench.progress("kvtier and LMCache by turns", WAYS * bench.options.pairs) as tick:
         for number in range(bench.options.pairs):
             with work_folder(str(folder / f"round-{number}"), bench.console) as inside:
-                for name, found in once(bench, inside, python, subject, tick).items():
-                    trials.setdefault(name, []).extend(found)
+                found = one_round(bench, inside, python, subject, tick, backwards=number % 2 == 1)
+            for name, more in found.items():
+                trials.setdefault(name, []).extend(more)
     same = trials["kvtier"], trials["again"]
     paths = [name for name in trials if name not in ("kvtier", "again")]
     best = min(paths, key=lambda name: median_s(trials[name]))
@@ -119,7 +122,7 @@ def print_paths(
     table = Table(title=f"cold reads, {BLOCK_MIB} MiB blocks, GB/s", box=SIMPLE)
     for column in ("way", "median", "slowest", "quickest"):
         table.add_column(column, no_wrap=True, justify="left" if column == "way" else "right")
-    for name in sorted(trials):
+    for name in ("kvtier", "again", *sorted(set(trials) - {"kvtier", "again"})):
         series = trials[name]
         seconds = [trial.seconds for trial in series]
         ends = median_s(series), max(seconds), min(seconds)

@@ -18,6 +18,7 @@ from kvtier.identity import BlockKeys, KVSpec
 from kvtier.layout import BlockLayout
 from kvtier.plan import Residency, RestorePlan, Step, Tier
 from kvtier.planner import plan, plan_batch
+from kvtier.reader import StoreReader, open_reader
 from kvtier.restore import PENDING, RestoreReport, RestoreSession
 from kvtier.store import Store
 from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open
@@ -47,12 +48,14 @@ __all__ = [
     "StoreConfig",
     "StoreFailed",
     "StoreLocked",
+    "StoreReader",
     "TensorSlots",
     "Tier",
     "Transfer",
     "TransferFailed",
     "UnsupportedModel",
     "open",
+    "open_reader",
     "plan",
     "plan_batch",
 ]

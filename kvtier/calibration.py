@@ -63,7 +63,7 @@ class CostBook:
             log.warning("%s: costs.msgpack: %s; starting afresh", self._directory.path, error)
             return Profiler()
 
-    def write(self, profiler: Profiler) -> None:
+    def write(self, profiler: Profiler, directory: StoreDirectory) -> None:
         """Keep what ``profiler`` learned; a disk that refuses is only logged."""
         kept = self._read()
         for kind, value in profiler.to_record().items():
@@ -72,7 +72,7 @@ class CostBook:
             records[self._keys[kind]] = {**value, "saved_s": time.time()}
             kept[kind] = dict(list(records.items())[-RECORDS_MAX:])
         try:
-            self._directory.write_costs(msgpack.packb(kept))
+            directory.write_costs(msgpack.packb(kept))
         except OSError as error:
             log.warning("%s: costs.msgpack not written: %s", self._directory.path, error)
 

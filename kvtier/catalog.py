@@ -111,9 +111,8 @@ class Catalog:
     def location(self, row: int, tier: Tier) -> Location:
         """Return where a row's READY copy lies."""
         with self.changed:
-            if tier is Tier.HOST:
-                return Location(0, self._host_slot[row], 0)
-            return self._places.at(row)
+            host = tier is Tier.HOST
+            return Location(0, self._host_slot[row], 0) if host else self._places.at(row)
 
     def places(self, namespace: bytes, hashes: Iterable[bytes]) -> list[Location | None]:
         """Return where each block's READY copy on the SSD lies; None for those that have none."""
@@ -281,8 +280,7 @@ class Catalog:
     def touch(self, namespace: bytes, hashes: Sequence[bytes], now_ns: int) -> None:
         """Note a use of a prompt's blocks, tail to head.
 
-        A clock that goes back changes no last use. Each use of a block on the SSD is kept for
-        ``uses``, as far as there is room.
+        A clock that goes back changes no last use; ``uses`` has those on the SSD that had room.
         """
         with self.changed:
             of = self._rows.of(namespace)

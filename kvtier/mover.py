@@ -163,6 +163,7 @@ class Mover:
             self._metrics.add("damaged_blocks")
             # One step: a put of the same block must not come between, or its record would go too.
             with self._catalog.changed:
-                self._catalog.end(row, Tier.SSD, "drop")
-                self._forget(block, where)
+                if self._catalog.places(block.namespace, [block.hash]) == [where]:
+                    self._catalog.end(row, Tier.SSD, "drop")
+                    self._forget(block, where)
         return result

@@ -306,7 +306,7 @@ class Store(StoreView):
                 log.warning("%s: closed with %d blocks not written", self.path, left)
         self._prefetcher.close()
         self._writeback.close()
-        self._cost_book.write(self._profiler)
+        self._cost_book.write(self._profiler, self._directory)
         try:
             self._writer.write_uses()
             self._budget.close()

@@ -28,6 +28,29 @@ def restore(harness: Any) -> Any:
     return importlib.import_module("restore")
 
 
+@pytest.fixture
+def disk(harness: Any) -> Any:
+    """Import what measures the disk alone."""
+    return importlib.import_module("_disk")
+
+
+@pytest.fixture
+def rival(harness: Any) -> Any:
+    """Import the side that talks to LMCache."""
+    return importlib.import_module("_lmcache_env")
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark in its quickest setting."""
+    return subprocess.run(
+        [sys.executable, str(FOLDER / script), "--smoke", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
 def trials(harness: Any, *seconds: float, held: float = 1.0) -> list[Any]:
     """Return made-up trials."""
     return [harness.Trial(each, held) for each in seconds]
@@ -66,8 +89,13 @@ def test_a_miss_within_the_spread_is_not_decided_and_never_a_met_bar(
 
 def test_bars_are_printed_as_they_are_meant(harness: Any) -> None:
     """One end or two."""
-    bars = harness.Bar(low=1.9), harness.Bar(high=1.0), harness.Bar(0.9, 1.1)
-    assert [str(bar) for bar in bars] == [">= 1.9", "<= 1", "0.9..1.1"]
+    bars = harness.Bar(low=1.9), harness.Bar(high=1.0), harness.Bar(0.9, 1.1), harness.NO_BAR
+    assert [str(bar) for bar in bars] == [">= 1.9", "<= 1", "0.9..1.1", "none"]
+
+
+def test_a_number_without_a_bar_is_neither_met_nor_missed(harness: Any) -> None:
+    """It only informs, however few trials it comes from."""
+    assert harness.Ratio("r", 1.0, harness.NO_BAR, 0.0, 1).verdict == "no bar"
 
 
 # -- measuring
@@ -105,6 +133,16 @@ def test_a_ratio_is_the_median_of_pairs_and_its_spread_the_median_distance_from_
     assert (ratio.pairs, ratio.starved) == (5, 0.0)
 
 
+def test_a_series_is_judged_by_its_changes_from_one_to_the_next(harness: Any) -> None:
+    """Each next to the one before is a pair; one number alone decides nothing."""
+    ratio = harness.Ratio.of_series("r", [2.0, 2.4, 2.2, 2.1, 2.0, 2.3], harness.Bar(high=2.0))
+    assert ratio.value == pytest.approx(2.15)
+    assert ratio.spread == pytest.approx(0.2)  # of 0.4, 0.2, 0.1, 0.1, 0.3
+    assert (ratio.pairs, ratio.verdict) == (5, "not decided")
+    alone = harness.Ratio.of_series("r", [2.0], harness.Bar(high=2.0))
+    assert (alone.spread, alone.pairs, alone.verdict) == (0.0, 0, "not decided")
+
+
 def test_a_starved_trial_is_run_again_a_bounded_number_of_times(harness: Any) -> None:
     """The first that was not starved counts, else the least starved one."""
     shares = iter([0.5, 0.9, 0.95, 1.0])
@@ -138,6 +176,9 @@ def test_options(harness: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert (options.quick, options.json, options.pairs) == (True, "-", harness.PAIRS_MIN)
     assert (options.wants("a"), options.wants("b")) == (True, False)
     assert harness.parse("what", ("a",), []).wants("a")
+    paths = {"dir": "where to write", "env": "where LMCache is"}
+    options = harness.parse("what", (), ["--dir", "/x"], paths)
+    assert options.paths == {"dir": "/x", "env": ""}
     with pytest.raises(SystemExit):
         harness.parse("what", ("a", "b"), ["--only", "c"])
     with pytest.raises(SystemExit):
@@ -212,13 +253,7 @@ def test_restore_runs_on_the_smallest_cases(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "restore.json"
     parts = [argument for part in ("plan", "grid", "reads") for argument in ("--only", part)]
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "restore.py"), "--smoke", *parts, "--json", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("restore.py", *parts, "--json", str(out))
     assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: too slow here, which is no bug
     value = json.loads(out.read_text())
     assert set(value) == KEYS
@@ -230,3 +265,136 @@ def test_restore_runs_on_the_smallest_cases(tmp_path: Path) -> None:
     assert [cell["blocks"] for cell in cells] == [2, 4]
     for name in names:
         assert name in done.stdout
+
+
+# -- the disk alone
+
+
+def test_raw_records_lie_as_a_store_lays_them_out(disk: Any) -> None:
+    """A header of whole pages, payload in whole pages, slots behind the segment's first page."""
+    shape = disk.Shape(
+        blocks=5, header_bytes=4096, payload_bytes=5000, segment_bytes=30_000, depth=2, direct=False
+    )
+    assert (shape.slot_bytes, shape.slots, shape.segments) == (4096 + 8192, 2, 3)
+    assert [shape.place(block) for block in (0, 1, 4)] == [(0, 4096), (0, 16384), (2, 4096)]
+    large = disk.Shape(1, 4096, 1 << 20, segment_bytes=1000, depth=1, direct=False)
+    assert large.slots == 1
+
+
+def test_raw_passes_move_every_record_and_leave_nothing_behind(disk: Any, tmp_path: Path) -> None:
+    """Fresh writes make new files, overwrites and reads use them."""
+    shape = disk.Shape(
+        blocks=5, header_bytes=4096, payload_bytes=8192, segment_bytes=30_000, depth=2, direct=False
+    )
+    with disk.RawDisk(tmp_path, shape) as raw:
+        assert min(raw.fresh(), raw.overwrite(), raw.read(), raw.fresh()) > 0
+        sizes = sorted(path.stat().st_size for path in tmp_path.iterdir())
+        assert sizes == [4096 + 12288, 4096 + 2 * 12288, 4096 + 2 * 12288]
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_for_direct_io_is_page_aligned(disk: Any) -> None:
+    """And writable from its first byte to its last."""
+    memory = disk.arena(3 * 4096)
+    assert memory.ctypes.data % 4096 == 0
+    memory[:] = 7
+    assert int(memory.sum()) == 7 * 3 * 4096
+
+
+def test_a_disk_that_is_memory_is_named(disk: Any, tmp_path: Path) -> None:
+    """The type is that of the innermost mount above a path."""
+    assert disk.file_system(Path("/proc/self")) == "proc"
+    assert disk.file_system(tmp_path) not in ("proc", "sysfs")
+
+
+def test_a_disk_without_room_is_refused_by_name(disk: Any, tmp_path: Path) -> None:
+    """What is missing, and what to do."""
+    disk.need_free(tmp_path, 1)
+    with pytest.raises(SystemExit, match=r"MiB are needed: give another disk with --dir"):
+        disk.need_free(tmp_path, 1 << 60)
+
+
+def test_the_cpu_time_of_children_counts(disk: Any) -> None:
+    """The store's index lives in a child process."""
+    before = disk.process_cpu_s()
+    code = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert disk.process_cpu_s() - before >= 0.25  # ticks of 10 ms
+        child.communicate(b"\n")
+
+
+# -- the tier benchmark
+
+
+def test_tiers_runs_on_the_smallest_cases(tmp_path: Path) -> None:
+    """Every part once, every byte checked, and no file left."""
+    pytest.importorskip("rich")
+    out, folder = tmp_path / "tiers.json", tmp_path / "disk"
+    done = run("tiers.py", "--dir", str(folder), "--json", str(out))
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: too slow here, which is no bug
+    value = json.loads(out.read_text())
+    assert set(value) == KEYS
+    assert list(value["ratios"]) == [
+        "ssd_write_vs_raw_1MiB",
+        "ssd_write_full_vs_raw_1MiB",
+        "write_amplification",
+        "ssd_read_vs_raw_1MiB",
+        "ssd_read_while_writing",
+        "host_put_vs_memcpy",
+        "host_get_vs_memcpy",
+        "ssd_read_core_s_per_gib",
+        "lookup_128k_list_ms",
+        "lookup_128k_array_ms",
+        "open_1m_s",
+        "open_1m_bytes_per_block",
+    ]
+    assert all(number > 0 for number in value["ratios"].values())
+    assert value["settings"]["io"] in ("direct", "buffered")
+    assert value["settings"]["million_blocks"] == 4096
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert not list(folder.iterdir())
+
+
+# -- the rivals
+
+
+def fake_python(tmp_path: Path, *answers: str) -> Path:
+    """Return a program that answers one line to each request, whatever it is asked."""
+    lines = "".join(f"read request; echo '{answer}'\n" for answer in answers)
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{lines}echo 'out of memory' >&2\n")
+    path.chmod(0o700)
+    return path
+
+
+def test_a_rival_is_asked_line_by_line(rival: Any, tmp_path: Path) -> None:
+    """Opened once, then timed load by load; whatever goes wrong there is told as its reason."""
+    answers = '{"paths": ["a", "b"]}', '{"seconds": 1.5}', '{"error": "AssertionError: wrong"}'
+    with rival.Rival(fake_python(tmp_path, *answers), tmp_path, {"blocks": 1}) as lmcache:
+        assert lmcache.paths == ["a", "b"]
+        assert lmcache.load("a") == 1.5
+        with pytest.raises(rival.RivalMissing, match="could not load: AssertionError: wrong"):
+            lmcache.load("b")
+        with pytest.raises(rival.RivalMissing, match="process ended: out of memory"):
+            lmcache.load("b")
+
+
+def test_a_rival_that_does_not_start_says_why(rival: Any, tmp_path: Path) -> None:
+    """Its last words are in the error."""
+    with pytest.raises(rival.RivalMissing, match="process ended: out of memory"):
+        rival.Rival(fake_python(tmp_path), tmp_path, {"blocks": 1})
+
+
+def test_without_the_rival_there_are_no_ratios(tmp_path: Path) -> None:
+    """Status 3 and the reason."""
+    pytest.importorskip("rich")
+    (tmp_path / "file").touch()
+    out = tmp_path / "rivals.json"
+    done = run("rivals.py", "--env", str(tmp_path / "file" / "x"), "--json", str(out))
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert "no environment can be made" in " ".join(done.stdout.split())
+    assert not out.exists()

@@ -766,6 +766,17 @@ def test_a_reader_that_is_too_far_behind_takes_a_snapshot(tmp_path: Path) -> Non
         assert reader.since(last - kept - 1) is None
 
 
+def test_a_small_index_keeps_a_short_journal(tmp_path: Path) -> None:
+    """The journal does not crowd out the entries of an index whose limit is small."""
+    with opened(tmp_path, 256 << 10) as index, reading(tmp_path) as reader:
+        for number in range(1000):
+            index.commit([entry(number % 20, segment=number)], [])
+        sequence, entries = reader.snapshot()
+        assert (sequence, len(entries)) == (1000, 20)
+        assert reader.since(1000 - 256) is not None
+        assert reader.since(1000 - 257) is None
+
+
 def test_a_reader_finds_the_index_that_replaced_its_own(tmp_path: Path) -> None:
     """After a reset old sequence numbers mean nothing, though the new ones pass them."""
     with opened(tmp_path) as index, reading(tmp_path) as reader:

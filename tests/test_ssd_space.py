@@ -291,7 +291,7 @@ def test_a_wide_directory_is_warned_of(
     with caplog.at_level(logging.WARNING):
         open_store().close()
         assert "others may enter" not in caplog.text
-        os.chmod(store_path, 0o750)
+        os.chmod(store_path, 0o750)  # noqa: S103 - that is what is warned of
         open_store().close()
     assert "others may enter" in caplog.text
 

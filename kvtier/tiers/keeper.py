@@ -57,7 +57,8 @@ _USED_OFFSET: Final = 64  # hits and last use within a value
 _HITS_MAX: Final = (1 << 32) - 1
 
 CHANGES_KEPT: Final = 4096
-"""Records of the journal; a reader that is further behind takes a snapshot."""
+CHANGE_SHARE_BYTES: Final = 1 << 10
+"""Records of the journal, and of a small index one per so much: it leaves room for entries."""
 CHUNK_ROWS: Final = 8192
 """Rows that one read transaction copies, some milliseconds: it pins the pages it reads."""
 MAP_BYTES_FIRST: Final = 16 << 20
@@ -248,12 +249,12 @@ class Index:
 
     def _record(self, changes: Cursor, removed: list[bytes], put: list[bytes]) -> None:
         last = _last(changes) + len(removed) + len(put)
-        records = [bytes((REMOVE,)) + key for key in removed[-CHANGES_KEPT:]]
-        records += [bytes((PUT,)) + row for row in put[-CHANGES_KEPT:]]
-        records = records[-CHANGES_KEPT:]
+        kept = max(min(CHANGES_KEPT, self._bytes_max // CHANGE_SHARE_BYTES), 1)
+        records = [bytes((REMOVE,)) + key for key in removed[-kept:]]
+        records = (records + [bytes((PUT,)) + row for row in put[-kept:]])[-kept:]
         for sequence, record in enumerate(records, last - len(records) + 1):
             changes.put(SEQUENCE.pack(sequence), record, append=True)
-        oldest = SEQUENCE.pack(max(last - CHANGES_KEPT + 1, 0))
+        oldest = SEQUENCE.pack(max(last - kept + 1, 0))
         there = changes.set_range(SEQUENCE.pack(1))
         while there and changes.key() < oldest:
             there = changes.delete() and bool(changes.key())
@@ -344,8 +345,7 @@ class Keeper:
             status, code = FAILED, errno.ENOSPC
             reply = b"the index is full: index_bytes_max is %d; raise it" % self._bytes_max
         except (lmdb.Error, Unreadable, struct.error, ValueError) as error:
-            # By its words: an old lmdb has no codes. A short write of LMDB's is EIO, for want of
-            # space mostly, and the commit did not happen.
+            # By its words: old lmdb has no codes. A short write, for want of space, is LMDB's EIO.
             code = next((n for n in _SYSTEM if os.strerror(n) in str(error)), 0)
             system = code and (request == COMMIT or code != errno.EIO)
             status, code = (FAILED, code) if system else (UNREADABLE, 0)

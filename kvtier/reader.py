@@ -1,0 +1,170 @@
+"""The facade of whoever only reads: another process's store, or a closed one."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.calibration import CostBook
+from kvtier.catalog import Catalog
+from kvtier.config import ByteSize, StoreConfig, parse_bytes
+from kvtier.errors import StoreFailed
+from kvtier.follower import FollowedReads, Follower
+from kvtier.metrics import Metrics
+from kvtier.mover import Mover
+from kvtier.plan import Tier
+from kvtier.policy import Lru
+from kvtier.prefetcher import Prefetcher
+from kvtier.tiers.directory import ReadDirectory
+from kvtier.tiers.fs import PosixFileSystem
+from kvtier.tiers.host import HostTier, host_slot_bytes
+from kvtier.tiers.index import LmdbIndexReader
+from kvtier.view import Parts, StoreView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.changes import CatalogChanges
+    from kvtier.follower import FollowedIndex
+    from kvtier.identity import BlockKeys, KVSpec
+    from kvtier.plan import Residency, RestorePlan
+    from kvtier.restore import RestoreSession
+    from kvtier.tiers.device import KVSlots
+    from kvtier.tiers.fs import FileSystem
+    from kvtier.tiers.throttle import LinkThrottle
+
+__all__ = ["StoreReader", "open_reader"]
+
+REPLY_S_MAX: Final = 10.0
+"""How long the index's process may take to answer before it is ended and started again."""
+
+
+def open_reader(
+    path: str | os.PathLike[str],
+    spec: KVSpec,
+    *,
+    host_bytes: ByteSize = "256MiB",
+    device: str = "cpu",
+    links: Mapping[Tier | str, LinkThrottle] | None = None,
+    fs: FileSystem | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **bounds: Any,
+) -> StoreReader:
+    """Open the store in ``path``, which may be closed or another process's, for reading only.
+
+    ``host_bytes`` is this reader's own host memory. ``device``, ``links``, ``fs`` and ``clock`` are
+    as for ``kvtier.open``; of ``StoreConfig``'s other fields those that bound loads count here, and
+    ``integrity_key``. An index that cannot be read now is no error: everything is a miss until it
+    can be.
+
+    Raises ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError`` naming the setting.
+    """
+    host_size = parse_bytes("host_bytes", host_bytes)
+    config = StoreConfig(host_bytes=host_size, ssd_bytes=0, **bounds)
+    throttles = {Tier(tier): link for tier, link in (links or {}).items()}
+    return StoreReader(os.fspath(path), spec, config, device, throttles, fs, clock)
+
+
+class StoreReader(StoreView):
+    """A view of a store that someone else may be writing; use ``kvtier.open_reader``.
+
+    Thread-safe. While in use it follows the store's index at least every ``FOLLOW_S`` seconds.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        spec: KVSpec,
+        config: StoreConfig,
+        device: str,
+        links: Mapping[Tier, LinkThrottle],
+        fs: FileSystem | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        index: Callable[[str], FollowedIndex] | None = None,
+    ) -> None:
+        super().__init__(path, spec, config, clock)
+        self._directory = ReadDirectory(path, fs or PosixFileSystem())
+        with ExitStack() as undo:
+            undo.callback(self._directory.close)
+            try:
+                self._open_tiers(fs or PosixFileSystem(), index, links, device, undo)
+            except OSError as error:
+                raise StoreFailed(f"{path}: cannot be opened: {error.strerror or error}") from error
+            undo.pop_all()
+
+    def _open_tiers(
+        self,
+        fs: FileSystem,
+        index: Callable[[str], FollowedIndex] | None,
+        links: Mapping[Tier, LinkThrottle],
+        device: str,
+        undo: ExitStack,
+    ) -> None:
+        config, block_bytes = self.config, self._layout.block_bytes
+        metrics, catalog = Metrics(), Catalog(Lru)
+        followed = (index or _lmdb)(self._directory.index_path)
+        undo.callback(followed.close)
+        self._follower = Follower(
+            followed, catalog, self._namespace, clock=self._clock, failed=self._fail
+        )
+        self._follower.look()
+        self._ssd = FollowedReads(
+            self._directory.segments, fs, self._follower, integrity_key=config.integrity_key
+        )
+        host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
+        host = HostTier(block_bytes, host_blocks_max + config.staging_blocks_max, config.host_bytes)
+        undo.callback(host.close)
+        cost_book = CostBook(self._directory, self._namespace, device, links)
+        profiler = cost_book.read()
+        mover = Mover(
+            catalog, host, self._ssd, metrics,
+            host_blocks_max=host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
+            forget=self._follower.forget,
+        )  # fmt: skip
+        prefetcher = Prefetcher(
+            catalog, mover, profiler, metrics,
+            block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
+            failed=self._fail,
+        )  # fmt: skip
+        self._use(
+            Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
+        )
+        self._follower.start(mover)
+
+    # -- the verbs: what counts as a use, for the sake of which the index is followed
+
+    def lookup(self, keys: BlockKeys) -> Residency:
+        """Return where each block was when the index was last followed: memory only, no I/O."""
+        self._check_open()
+        self._follower.used()
+        return super().lookup(keys)
+
+    def restore(self, plan: RestorePlan, into: KVSlots) -> RestoreSession:
+        """Return the scope that carries a plan out; a block gone by then is recomputed."""
+        self._check_open()
+        self._follower.used()
+        return super().restore(plan, into)
+
+    def changes(self, since: int = 0) -> CatalogChanges:
+        """Return what changed for this reader after ``since``; the sequence is its own."""
+        self._check_open()
+        self._follower.used()
+        return super().changes(since)
+
+    def _ssd_stats(self) -> dict[str, Any]:
+        return {**super()._ssd_stats(), "io": self._ssd.io, "index": self._follower.state}
+
+    def close(self) -> None:
+        """Let loads under way end and release everything; nothing is written. Idempotent."""
+        if not self._begin_close():
+            return
+        self._prefetcher.close()
+        self._follower.close()
+        self._host.close()
+        self._directory.close()
+
+
+def _lmdb(path: str) -> FollowedIndex:
+    return LmdbIndexReader(path, reply_s_max=REPLY_S_MAX)
