@@ -112,7 +112,7 @@ class RawDisk:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | (os.O_DIRECT if self._shape.direct else 0)
         self._files = [os.open(self._name(i), flags, 0o600) for i in range(self._shape.segments)]
         for fd in self._files:
-            assert os.pwritev(fd, [self._headers[:PAGE]], 0) == PAGE
+            assert os.pwritev(fd, [self._headers[:PAGE].data], 0) == PAGE
         self._run(os.pwritev)
         self._sync()
         return time.perf_counter() - begun

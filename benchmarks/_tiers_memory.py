@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HOST_LOW: Final = 0.9
 HOST_ROUNDS: Final = 4
-"""Memory is quick: so many times as many pairs."""
+"""Memory is quick: so many times as many pairs, unless everything is to be quick."""
 LOOKUPS: Final = 200
 PROBE_S_MAX: Final = 300.0
 """How long a fresh process may take to open the store."""
@@ -70,7 +70,8 @@ def host(bench: Bench, folder: Path, subject: Subject) -> None:
         return Trial(subject.verify(store, held[-1]))
 
     held: list[Any] = []
-    pairs = bench.options.pairs * (1 if bench.options.smoke else HOST_ROUNDS)
+    options = bench.options
+    pairs = options.pairs * (1 if options.smoke or options.quick else HOST_ROUNDS)
     with subject.open(folder / "host", prompts=0) as store:
         for name, run in (("host_put_vs_memcpy", put), ("host_get_vs_memcpy", get)):
             for warm_up in (memcpy, put, get):

@@ -65,7 +65,7 @@ class StoreConfig:
     """Reads from one tier under way at once."""
     writes_inflight_max: int = 4
     """Writes to the SSD under way at once."""
-    write_batch_blocks_max: int = 16
+    write_batch_blocks_max: int = 32
     """Blocks for which room is made, and which are written, at once."""
     write_queue_blocks_max: int = 4096
     """Blocks of accepted puts that are not durable yet; more are dropped and counted."""

@@ -36,6 +36,11 @@ __all__ = ["LoadTicket", "Prefetcher"]
 JOIN_S_MAX: Final = 30.0
 """How long ``close`` waits for reads and copies that have begun."""
 
+HOP_BYTES: Final = 4 << 20
+"""What one hop to a read lane brings: a prefetch of small blocks takes several at once."""
+RUNS_PER_READ: Final = 2
+"""Hops that a prefetch has begun, for each read that may be in flight."""
+
 
 class LoadTicket:
     """One block on its way into one engine slot; the only thing that may stop it.
@@ -66,10 +71,11 @@ class LoadTicket:
         return self._claim.acquire(blocking=False)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Read:
+    block: BlockId
     row: int
-    task: asyncio.Task[ReadResult]
+    done: asyncio.Future[ReadResult]
     waiters: int = 0
 
 
@@ -95,12 +101,14 @@ class Prefetcher:
         self._block_bytes = block_bytes
         self._links = links
         self._failed = failed
+        self._run_blocks = max(1, HOP_BYTES // block_bytes)
+        self._runs_inflight = RUNS_PER_READ * loads_inflight_max
         self._reads: dict[BlockId, _Read] = {}
         self._last_done = dict.fromkeys((Tier.HOST, Tier.SSD), float("-inf"))
         lane = concurrent.futures.ThreadPoolExecutor
         self._read_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-read")
         self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
-        self._load_block = wrap(mover.load)
+        self._load_run = wrap(self._load_all)
         self._write_block = wrap(write_block)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = threading.Lock()
@@ -115,16 +123,15 @@ class Prefetcher:
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Start work on the loop; False if it is closing."""
-
-        def start() -> None:
-            task = self._loop.create_task(work())
-            self._tasks.add(task)
-            task.add_done_callback(self._finished)
-
         with self._gate:
             if not self._closing:
-                self._loop.call_soon_threadsafe(start)
+                self._loop.call_soon_threadsafe(lambda: self._spawn(work()))
             return not self._closing
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -209,12 +216,13 @@ class Prefetcher:
             return error
         return None
 
-    def _observe(self, tier: Tier, submitted: float) -> None:
+    def _observe(self, tier: Tier, submitted: float, blocks: int = 1) -> None:
         """Learn a link's rate from one transfer: the time it had the link for itself."""
         now = self._loop.time()
         previous = self._last_done[tier]
         self._last_done[tier] = now
-        self._profiler.loaded(tier, self._block_bytes, now - max(submitted, previous))
+        spent = now - max(submitted, previous)
+        self._profiler.loaded(tier, blocks * self._block_bytes, spent)
 
     async def _throttle(self, tier: Tier) -> None:
         link = self._links.get(tier)
@@ -233,18 +241,41 @@ class Prefetcher:
             timer.cancel()
 
     async def _prefetch(self, blocks: Sequence[BlockId], transfer: Transfer[int]) -> None:
+        size = self._run_blocks
+        left = iter([blocks[i : i + size] for i in range(0, len(blocks), size)])
+
+        async def promote() -> int:
+            return sum([await self._promote(run) for run in left])
+
+        # A few at a time: starting thousands of reads at once would keep the loop, and with it the
+        # interpreter, from the threads that are to carry them out.
+        runners = [promote() for _ in range(self._runs_inflight)]
         try:
-            transfer.finish(sum(await asyncio.gather(*map(self._promote, blocks))))
+            transfer.finish(sum(await asyncio.gather(*runners)))
         except BaseException as error:
             transfer.fail(error)
             raise
 
-    async def _promote(self, block: BlockId) -> bool:
+    async def _promote(self, blocks: Sequence[BlockId]) -> int:
+        """Bring blocks into host memory; returns how many are there."""
+        begun = self._begin(blocks)
+        for read in begun:
+            read.waiters += 1
+        found = 0
         # Unpinned at once: many prefetches must not hold all slots while they wait for more.
-        row, _ = await self._fetch(block)
-        if row is not None:
-            self._mover.unpin_host(row)
-        return row is not None
+        for read in begun:
+            row = await self._arrival(read)
+            if row is not None:
+                self._mover.unpin_host(row)
+                found += 1
+        mine = {read.block for read in begun}
+        for block in blocks:
+            if block not in mine:
+                row, _ = await self._fetch(block)
+                if row is not None:
+                    self._mover.unpin_host(row)
+                    found += 1
+        return found
 
     async def _fetch(self, block: BlockId) -> tuple[int | None, Tier]:
         """Bring a block into host memory, if it is not there, and pin it.
@@ -255,39 +286,82 @@ class Prefetcher:
         if read is None:
             with self._catalog.changed:
                 row = self._catalog.find(block)
-                if row is None:
-                    return None, Tier.SSD
-                if self._catalog.pin(row, Tier.HOST):
+                if row is not None and self._catalog.pin(row, Tier.HOST):
                     return row, Tier.HOST
-                if not self._may_read(row):
-                    return None, Tier.SSD
-                self._catalog.begin(block, Tier.HOST, "load")
-            read = _Read(row, self._loop.create_task(self._read(row)))
-            self._reads[block] = read
-            read.task.add_done_callback(lambda _task: self._reads.pop(block))
+            self._begin([block])
+            read = self._reads.get(block)
+        if read is None:
+            return None, Tier.SSD
         read.waiters += 1
-        result = await asyncio.shield(read.task)
+        return await self._arrival(read), Tier.SSD
+
+    async def _arrival(self, read: _Read) -> int | None:
+        """Wait for a read, as one of its waiters; returns its row, pinned, or None."""
+        result = await asyncio.shield(read.done)
         read.waiters -= 1
         if result is not ReadResult.OK:
-            return None, Tier.SSD
+            return None
         # The read left one pin: the last waiter takes it over, the others take their own first.
         if read.waiters:
             self._catalog.pin(read.row, Tier.HOST)
-        return read.row, Tier.SSD
+        return read.row
+
+    def _begin(self, blocks: Sequence[BlockId]) -> list[_Read]:
+        """Start one read of those blocks that are only on the SSD and that nobody reads yet."""
+        begun: list[_Read] = []
+        with self._catalog.changed:
+            for block in blocks:
+                row = self._catalog.find(block)
+                if row is None or block in self._reads or not self._may_read(row):
+                    continue
+                self._catalog.begin(block, Tier.HOST, "load")
+                self._reads[block] = _Read(block, row, self._loop.create_future())
+                begun.append(self._reads[block])
+        if begun:
+            self._spawn(self._read(begun))
+        return begun
 
     def _may_read(self, row: int) -> bool:
         """Pin the SSD copy for a read, if there is one and nobody is filling the host copy."""
         absent = self._catalog.state(row, Tier.HOST) is CopyState.ABSENT
         return absent and self._catalog.pin(row, Tier.SSD)
 
-    async def _read(self, row: int) -> ReadResult:
+    async def _read(self, reads: Sequence[_Read]) -> None:
+        link, submitted = self._links.get(Tier.SSD), self._loop.time()
+        arrival = link.reserve(submitted, len(reads) * self._block_bytes) if link else 0.0
         try:
-            link, submitted = self._links.get(Tier.SSD), self._loop.time()
-            arrival = link.reserve(submitted, self._block_bytes) if link else 0.0
-            result: ReadResult = await self._load_block(row, executor=self._read_lane)
+            results = await self._load_run(reads, arrival, executor=self._read_lane)
             await self._until(arrival)
-            if result is ReadResult.OK:
-                self._observe(Tier.SSD, submitted)
-            return result
-        finally:
-            self._catalog.unpin(row, Tier.SSD)
+            loaded = results.count(ReadResult.OK)
+            if loaded:
+                self._observe(Tier.SSD, submitted, loaded)
+        except BaseException as error:
+            for read in reads:
+                self._settle(read, error)
+            raise
+
+    def _load_all(self, reads: Sequence[_Read], arrival: float) -> list[ReadResult]:
+        """Carry out reads, on a read lane; each is announced as soon as it is done."""
+        results = []
+        for read in reads:
+            results.append(self._mover.load(read.row))
+            self._loop.call_soon_threadsafe(self._loaded, read, results[-1], arrival)
+        return results
+
+    def _loaded(self, read: _Read, result: ReadResult, arrival: float) -> None:
+        if arrival <= self._loop.time():
+            self._settle(read, result)
+        else:  # the throttled link is still busy with it
+            self._loop.call_at(arrival, self._settle, read, result)
+
+    def _settle(self, read: _Read, outcome: ReadResult | BaseException) -> None:
+        """Let a read's waiters know how it ended, once."""
+        if read.done.done():
+            return
+        del self._reads[read.block]
+        self._catalog.unpin(read.row, Tier.SSD)
+        if isinstance(outcome, BaseException):
+            read.done.set_exception(outcome)
+            read.done.exception()  # the task that failed reports it; waiters may be gone
+        else:
+            read.done.set_result(outcome)

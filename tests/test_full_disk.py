@@ -37,10 +37,18 @@ FREE_BYTES = 3 << 20
 """What the ballast leaves free: a few dozen blocks and the index."""
 
 
+def run_tool(name: str, *arguments: str) -> None:
+    """Run a system tool; ``OSError`` if it is missing, ``CalledProcessError`` if it refuses."""
+    path = shutil.which(name)
+    if path is None:
+        raise FileNotFoundError(name)
+    subprocess.run([path, *arguments], check=True, capture_output=True, text=True)
+
+
 def mounted(*arguments: str, on: Path) -> None:
     """Mount, or skip the test with the reason why that is not possible here."""
     try:
-        subprocess.run(["mount", *arguments, on], check=True, capture_output=True, text=True)
+        run_tool("mount", *arguments, str(on))
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot mount: {getattr(error, 'stderr', '') or error}")
 
@@ -52,7 +60,8 @@ def unmounted_after(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", folder], check=False, capture_output=True)
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            run_tool("umount", "--lazy", str(folder))
 
 
 def mount_tmpfs(folder: Path) -> None:
@@ -66,8 +75,7 @@ def mount_ext4(folder: Path) -> None:
     with image.open("wb") as file:
         file.truncate(IMAGE_BYTES)
     try:
-        made = ["mkfs.ext4", "-q", "-m", "0", "-e", "remount-ro", image]
-        subprocess.run(made, check=True, capture_output=True)
+        run_tool("mkfs.ext4", "-q", "-m", "0", "-e", "remount-ro", str(image))
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make an ext4 image: {error}")
     mounted("-o", "loop", str(image), on=folder)
@@ -212,9 +220,8 @@ def test_slots_of_another_size_get_the_disk(disk: Path) -> None:
 
 def make_read_only(disk: Path) -> None:
     """Let ext4 find an error, after which it is read-only."""
-    device = subprocess.run(
-        ["findmnt", "-no", "SOURCE", disk], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    (device,) = (line[0] for line in mounts if line[1] == str(disk))
     try:
         trigger = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
         trigger.write_text("1")

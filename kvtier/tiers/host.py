@@ -11,7 +11,8 @@ import logging
 import mmap
 import sys
 import threading
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["HostTier", "host_slot_bytes"]
 
 log = logging.getLogger(__name__)
+
+_WIPE_ON_FORK: Final = 18
+"""MADV_WIPEONFORK: a forked child has no use for the arena, and must not make the parent's writes,
+the disk's among them, go to copies of its pages."""
 
 
 def host_slot_bytes(block_bytes: int) -> int:
@@ -41,9 +46,7 @@ class HostTier:
         self._slot_bytes = host_slot_bytes(block_bytes)
         self._slots = slots
         self._limit_bytes = limit_bytes
-        self._map = mmap.mmap(-1, max(slots, 1) * self._slot_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = _arena(max(slots, 1) * self._slot_bytes)
         self._view = memoryview(self._map)
         self._lock = threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
@@ -149,6 +152,16 @@ class HostTier:
             self._map.close()
         except BufferError:
             log.debug("host arena is still viewed; it is freed with the last view")
+
+
+def _arena(nbytes: int) -> mmap.mmap:
+    """Return memory in huge pages: direct I/O into small ones is up to twice as slow."""
+    # A shared mapping, which is what mmap makes by default, gets none.
+    arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
+        with suppress(OSError):
+            arena.madvise(advice)
+    return arena
 
 
 def _cuda_runtime() -> object | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.index import Index, Use
     from kvtier.tiers.slabs import Slabs
 
-__all__ = ["Ledger"]
+__all__ = ["REBUILD_COMMIT_ENTRIES", "Ledger", "put_all"]
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +89,15 @@ class Ledger:
     def _rebuild(self) -> None:
         """Make the index anew from the headers of all slots that hold a block."""
         self._index.reset()
-        entries = self._scan(self._slabs.live())
-        for start in range(0, len(entries), REBUILD_COMMIT_ENTRIES):
-            self._index.commit(entries[start : start + REBUILD_COMMIT_ENTRIES], ())
+        put_all(self._index, self._scan(self._slabs.live()))
+
+
+def put_all(index: Index, entries: Sequence[bytes]) -> None:
+    """Put any number of packed entries into an index, in the order of their keys."""
+    # In any other order each commit would touch most of the index's pages.
+    ordered = sorted(entries)
+    for start in range(0, len(ordered), REBUILD_COMMIT_ENTRIES):
+        index.commit(ordered[start : start + REBUILD_COMMIT_ENTRIES], ())
 
 
 def _location(entries: Entries, row: int) -> Location:

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.entries import Entries, id_at, table
-from kvtier.tiers.ledger import REBUILD_COMMIT_ENTRIES
+from kvtier.tiers.ledger import REBUILD_COMMIT_ENTRIES, put_all
 from kvtier.tiers.recovery import FoundSegment, plan_repairs
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def recover(
             for slot in range(slab.slots_written)
             if slot not in slab.holes
         )
-        for start in range(0, len(rows), REBUILD_COMMIT_ENTRIES):
-            index.commit(rows[start : start + REBUILD_COMMIT_ENTRIES], ())
+        put_all(index, rows)
         entries = table(rows)
     repairs = plan_repairs(entries, found)
     for block, reason in repairs.remove:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.tiers.entries import id_at
+from kvtier.tiers.entries import ENTRY_VERSION, id_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +57,7 @@ def plan_repairs(entries: Entries, segments: Mapping[int, FoundSegment]) -> Repa
     claim = (which.astype(np.uint64) << np.uint64(32)) | slot
     _, claimed, claims = np.unique(claim, return_inverse=True, return_counts=True)
     wrong = (
+        (entries["version"] != ENTRY_VERSION, "its entry is of another version"),
         (~exists, "its segment is gone"),
         (entries["slot_bytes"] != size[which], "its segment has another slot size"),
         (slot >= written[which], "its segment ends before it"),

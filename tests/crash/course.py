@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from crash.disk import SURVIVALS, CrashFileSystem, Points
+from crash.disk import CrashFileSystem, Points
 from crash.index import CrashIndex
+from crash.nodes import SURVIVALS
 from support import SPEC, payload, payload_of, record_of, variant
 
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record

@@ -16,38 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from crash.nodes import PAGE, File, Folder, Survival
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterator, Sequence
-
-PAGE = 4096
-SECTOR = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Survival:
-    """How a crash treats what was not synced.
-
-    ``granule`` is the size (bytes) of what is kept or lost as one, ``data`` and ``names`` the
-    probability that a granule or a change of a directory is kept.
-    """
-
-    granule: int
-    data: float
-    names: float
-
-
-SURVIVALS = {
-    "nothing": Survival(PAGE, 0.0, 0.0),
-    "everything": Survival(PAGE, 1.0, 1.0),
-    "bytes without names": Survival(PAGE, 1.0, 0.0),
-    "names without bytes": Survival(PAGE, 0.0, 1.0),
-    "torn sectors": Survival(SECTOR, 0.5, 0.5),
-    "torn pages": Survival(PAGE, 0.5, 0.5),
-    "few sectors": Survival(SECTOR, 0.1, 0.9),
-    "whole writes in any order": Survival(1 << 40, 0.5, 0.5),
-}
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(slots=True)
@@ -64,92 +37,9 @@ class Points:
             self.watch(what)
 
 
-@dataclass(slots=True, eq=False)
-class _Image:
-    """A file's bytes, and which of its pages occupy disk."""
-
-    data: bytearray = field(default_factory=bytearray)
-    pages: set[int] = field(default_factory=set)
-
-    def apply(self, offset: int, piece: bytes | None, nbytes: int) -> None:
-        """Write ``piece``, or punch ``nbytes`` if there is none."""
-        first, last = offset // PAGE, -(-(offset + nbytes) // PAGE)
-        if piece is None:
-            stop = min(offset + nbytes, len(self.data))
-            self.data[offset:stop] = bytes(max(stop - offset, 0))
-            inside = range(-(-offset // PAGE), (offset + nbytes) // PAGE)
-            self.pages.difference_update(inside)
-            return
-        if len(self.data) < offset + nbytes:
-            self.data.extend(bytes(offset + nbytes - len(self.data)))
-        self.data[offset : offset + nbytes] = piece
-        self.pages.update(range(first, last))
-
-    def copy(self) -> _Image:
-        return _Image(bytearray(self.data), set(self.pages))
-
-
-@dataclass(slots=True, eq=False)
-class _File:
-    now: _Image = field(default_factory=_Image)
-    durable: _Image = field(default_factory=_Image)
-    pending: list[tuple[int, bytes | None, int]] = field(default_factory=list)
-
-    def change(self, offset: int, piece: bytes | None, nbytes: int) -> None:
-        self.now.apply(offset, piece, nbytes)
-        self.pending.append((offset, piece, nbytes))
-
-    def survive(self, how: Survival, chance: random.Random) -> _File:
-        image = self.durable.copy()
-        for offset, piece, nbytes in self.pending:
-            # A hole is punched by whole pages; a write is torn where the granules meet.
-            granule = how.granule if piece is not None else max(how.granule, PAGE)
-            for start, stop in _granules(offset, offset + nbytes, granule):
-                if chance.random() < how.data:
-                    part = None if piece is None else piece[start - offset : stop - offset]
-                    image.apply(start, part, stop - start)
-        if len(image.data) < len(self.now.data) and chance.random() < how.data:
-            image.data.extend(bytes(len(self.now.data) - len(image.data)))
-        return _File(image, image.copy())
-
-
-def _granules(start: int, stop: int, granule: int) -> Iterator[tuple[int, int]]:
-    while start < stop:
-        end = min((start // granule + 1) * granule, stop)
-        yield start, end
-        start = end
-
-
-@dataclass(slots=True, eq=False)
-class _Folder:
-    now: dict[str, _File | _Folder] = field(default_factory=dict)
-    durable: dict[str, _File | _Folder] = field(default_factory=dict)
-    pending: list[dict[str, _File | _Folder | None]] = field(default_factory=list)
-
-    def change(self, **names: _File | _Folder | None) -> None:
-        _rename(self.now, names)
-        self.pending.append(names)
-
-    def survive(self, how: Survival, chance: random.Random) -> _Folder:
-        names = dict(self.durable)
-        for change in self.pending:
-            if chance.random() < how.names:
-                _rename(names, change)
-        kept = {name: node.survive(how, chance) for name, node in sorted(names.items())}
-        return _Folder(kept, dict(kept))
-
-
-def _rename(names: dict[str, _File | _Folder], change: dict[str, _File | _Folder | None]) -> None:
-    for name, node in change.items():
-        if node is None:
-            names.pop(name, None)
-        else:
-            names[name] = node
-
-
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    node: _File | _Folder
+    node: File | Folder
     write: bool = False
     direct: bool = False
 
@@ -167,13 +57,13 @@ class CrashFileSystem:
         *,
         direct: bool = True,
         punching: bool = True,
-        root: _Folder | None = None,
+        root: Folder | None = None,
     ) -> None:
         self.points = Points() if points is None else points
         self.peak_bytes = 0
         self._direct = direct
         self._punching = punching
-        self._root = _Folder() if root is None else root
+        self._root = Folder() if root is None else root
         self._lock = threading.RLock()
         self._handles: dict[int, _Handle] = {}
         self._next = 1000
@@ -207,17 +97,17 @@ class CrashFileSystem:
             files |= {
                 id(handle.node): handle.node
                 for handle in self._handles.values()
-                if isinstance(handle.node, _File)
+                if isinstance(handle.node, File)
             }
             return sum(len(node.now.pages) for node in files.values()) * PAGE
 
     def open_handles(self) -> int:
         """Return how many files are open."""
         with self._lock:
-            return sum(isinstance(handle.node, _File) for handle in self._handles.values())
+            return sum(isinstance(handle.node, File) for handle in self._handles.values())
 
-    def _all_files(self, *, durable: bool = True) -> list[tuple[str, _File]]:
-        found: dict[int, tuple[str, _File]] = {}
+    def _all_files(self, *, durable: bool = True) -> list[tuple[str, File]]:
+        found: dict[int, tuple[str, File]] = {}
         folders = [self._root]
         while folders:
             folder = folders.pop()
@@ -225,7 +115,7 @@ class CrashFileSystem:
             if durable:
                 versions += [folder.durable, *folder.pending]  # type: ignore[list-item]
             for name, node in (item for names in versions for item in names.items()):
-                if isinstance(node, _Folder):
+                if isinstance(node, Folder):
                     folders.append(node)
                 elif node is not None:
                     found[id(node)] = (name, node)
@@ -258,12 +148,12 @@ class CrashFileSystem:
             if create:
                 if node is not None:
                     raise _error(errno.EEXIST, name)
-                node = _File()
+                node = File()
                 folder.change(**{name: node})
                 self.points.reach("create")
             if node is None:
                 raise _error(errno.ENOENT, name)
-            if isinstance(node, _Folder):
+            if isinstance(node, Folder):
                 raise _error(errno.EINVAL, name)
             return self._open(_Handle(node, write, direct))
 
@@ -363,7 +253,7 @@ class CrashFileSystem:
             node = self._folder(directory).now.get(name)
             if node is None:
                 raise _error(errno.ENOENT, name)
-            return len(node.now.pages) * PAGE if isinstance(node, _File) else PAGE
+            return len(node.now.pages) * PAGE if isinstance(node, File) else PAGE
 
     def evict_cache(self, fd: int, offset: int, nbytes: int) -> None:
         """Nothing is cached here."""
@@ -371,7 +261,7 @@ class CrashFileSystem:
     def mode(self, fd: int) -> int:
         """Return the permission bits."""
         with self._lock:
-            return 0o700 if isinstance(self._handles[fd].node, _Folder) else 0o600
+            return 0o700 if isinstance(self._handles[fd].node, Folder) else 0o600
 
     def lock(self, fd: int) -> bool:
         """Take the lock: nobody else is here."""
@@ -393,24 +283,24 @@ class CrashFileSystem:
         self._handles[self._next] = handle
         return self._next
 
-    def _subfolder(self, folder: _Folder, name: str) -> _Folder:
+    def _subfolder(self, folder: Folder, name: str) -> Folder:
         if name not in folder.now:
-            folder.change(**{name: _Folder()})
+            folder.change(**{name: Folder()})
             self.points.reach("create")
         node = folder.now[name]
-        if not isinstance(node, _Folder):
+        if not isinstance(node, Folder):
             raise _error(errno.ENOTDIR, name)
         return node
 
-    def _folder(self, fd: int) -> _Folder:
+    def _folder(self, fd: int) -> Folder:
         handle = self._handles.get(fd)
-        if handle is None or not isinstance(handle.node, _Folder):
+        if handle is None or not isinstance(handle.node, Folder):
             raise _error(errno.EBADF, str(fd))
         return handle.node
 
-    def _file(self, fd: int) -> tuple[_Handle, _File]:
+    def _file(self, fd: int) -> tuple[_Handle, File]:
         handle = self._handles.get(fd)
-        if handle is None or not isinstance(handle.node, _File):
+        if handle is None or not isinstance(handle.node, File):
             raise _error(errno.EBADF, str(fd))
         return handle, handle.node
 
