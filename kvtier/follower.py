@@ -18,11 +18,11 @@ from kvtier.errors import FormatError
 from kvtier.lane import Lane
 from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, Location, ReadResult
-from kvtier.tiers.record_io import RecordIo, probe_reads
+from kvtier.tiers.record_io import Abilities, RecordIo, probe_reads
 from kvtier.tiers.verify import read_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvtier.catalog import Catalog
     from kvtier.mover import Mover
@@ -230,13 +230,21 @@ class Follower:
         different = np.zeros(len(entries), dtype=bool)
         for start in range(0, len(entries), _APPLIED_AT_ONCE):
             piece = slice(start, start + _APPLIED_AT_ONCE)
-            hashes, places = entries["hash"][piece].tolist(), _places(entries[piece])
-            now = self._catalog.places(self._namespace, hashes)
+            known = self._catalog.places(self._namespace, entries["hash"][piece].tolist())
             different[piece] = [
-                old != new and self._damaged.get(BlockId(self._namespace, digest)) != new
-                for digest, old, new in zip(hashes, now, places, strict=True)
+                place is None or (place.segment, place.slot, place.slot_bytes) != new
+                for place, new in zip(known, _places(entries[piece]), strict=True)
             ]
-        self._apply(entries[different], gone)
+        self._apply(self._undamaged(entries[different]), gone)
+
+    def _undamaged(self, entries: Entries) -> Entries:
+        """Leave out what was taken out as damaged and is where it was."""
+        blocks = (BlockId(self._namespace, digest) for digest in entries["hash"].tolist())
+        sound = [
+            self._damaged.get(block) != Location(*place)
+            for block, place in zip(blocks, _places(entries), strict=True)
+        ]
+        return entries[np.array(sound, dtype=bool)]
 
     def _apply(self, put: Entries, removed: Sequence[BlockId]) -> None:
         leaving = iter(removed)
@@ -262,7 +270,8 @@ class Follower:
         names = ("hash", "tenant", "position")
         columns = [entries[name].tolist() for name in names]
         with catalog.changed:
-            for where, digest, tenant, position in zip(_places(entries), *columns, strict=True):
+            for place, digest, tenant, position in zip(_places(entries), *columns, strict=True):
+                where = Location(*place)
                 block = BlockId(self._namespace, digest)
                 self._damaged.pop(block, None)
                 self._leaving.discard(block)
@@ -347,15 +356,17 @@ class FollowedReads:
         return result
 
     def _try(self, block: BlockId, where: Location, into: memoryview) -> tuple[ReadResult, str]:
-        if self._records is None:
-            try:
-                abilities = probe_reads(self._segments, self._fs, where.segment)
-            except OSError as error:
-                return ReadResult.GONE, f"could not be read: {error}"
-            self._records = RecordIo(self._segments, self._fs, abilities)
-        return read_record(self._records, self._key, block, where, into)
+        records = self._records
+        if records is None:
+            found = probe_reads(self._segments, self._fs, where.segment)
+            abilities = found or Abilities(direct=False, punch=False)
+            records = RecordIo(self._segments, self._fs, abilities)
+            if found:
+                self._records = records
+        return read_record(records, self._key, block, where, into)
 
 
-def _places(entries: Entries) -> list[Location]:
-    names = ("segment", "slot", "slot_bytes")
-    return list(map(Location, *(entries[name].tolist() for name in names)))
+def _places(entries: Entries) -> Iterator[tuple[int, int, int]]:
+    """Yield the fields of each entry's ``Location``."""
+    columns = (entries[name].tolist() for name in ("segment", "slot", "slot_bytes"))
+    return zip(*columns, strict=True)

@@ -70,7 +70,8 @@ def open_reader(
 class StoreReader(StoreView):
     """A view of a store that someone else may be writing; use ``kvtier.open_reader``.
 
-    Thread-safe. While in use it follows the store's index at least every ``FOLLOW_S`` seconds.
+    Thread-safe. It is in use for ``IN_USE_S`` seconds after a verb or a load, and then follows the
+    store's index every ``FOLLOW_S``. A pin protects this reader's copies, nothing in the store.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class StoreReader(StoreView):
         index: Callable[[str], FollowedIndex] | None = None,
     ) -> None:
         super().__init__(path, spec, config, clock)
-        self._directory = ReadDirectory(path, fs or PosixFileSystem())
+        fs = fs or PosixFileSystem()
+        self._directory = ReadDirectory(path, fs)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
             try:
-                self._open_tiers(fs or PosixFileSystem(), index, links, device, undo)
+                self._open_tiers(fs, index, links, device, undo)
             except OSError as error:
                 raise StoreFailed(f"{path}: cannot be opened: {error.strerror or error}") from error
             undo.pop_all()

@@ -37,7 +37,7 @@ COMMIT_BATCHES_MAX: Final = 2
 """Written blocks that wait for their commit before the write lane waits, in full batches."""
 USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
-MAKE_ROOM_BLOCKS: Final = 64
+MAKE_ROOM_BLOCKS: Final = 128
 """Blocks that are given up at once when room is wanted."""
 EVICT_AHEAD: Final = 16
 """At most one in so many blocks is evicted before its room is needed, to share one commit."""
@@ -87,6 +87,7 @@ class SsdWriter:
         self._writes: deque[PendingWrite] = deque()
         self._commits: deque[tuple[list[PendingWrite], list[Location | None]]] = deque()
         self._committing = False
+        self._full = False  # writes have had to evict: some room is kept ahead of them
         self._written = False  # the write lane has ended: nothing more comes to be committed
         self._damaged: deque[tuple[BlockId, Location]] = deque()
         self._undropped: list[tuple[BlockId, Location]] = []  # tried again with the next batch
@@ -256,9 +257,8 @@ class SsdWriter:
         Slots of the record's own size first: they are reused in place. Only if there are too few of
         them are blocks of other sizes given up.
         """
-        ahead = min(self._catalog.ready(Tier.SSD) // EVICT_AHEAD, MAKE_ROOM_BLOCKS)
         if self._ssd.index_full:
-            self._evict(max(count, ahead), None)
+            self._evict(max(count, self._ahead()), None)
         while self._ssd.over_limit():
             self._ssd.trim()
             if self._ssd.over_limit() and not self._evict(1, None):
@@ -268,7 +268,8 @@ class SsdWriter:
             self._ssd.reclaim(size, count)
             missing = count - self._ssd.room(size)
         if missing > 0:
-            self._evict(max(missing, ahead), size)
+            self._full = True
+            self._evict(max(missing, self._ahead()), size)
         while self._ssd.room(size) == 0 and self._evict(MAKE_ROOM_BLOCKS, None):
             self._ssd.reclaim(size, count)
 
@@ -282,10 +283,18 @@ class SsdWriter:
             return rows
         gone = [(self._catalog.id(row), self._catalog.location(row, Tier.SSD)) for row in rows]
         done = self._drop(gone)
-        for row in rows:
-            self._catalog.end(row, Tier.SSD, "evicted" if done else "keep")
-        self._metrics.add(f"{why}_blocks_ssd", len(rows) if done else 0)
+        self._end(rows, why if done else "keep")
         return rows if done else []
+
+    def _end(self, rows: list[int], how: str) -> None:
+        """Settle rows that are EVICTING: "evicted", "purged", or "keep" if the index refused."""
+        for row in rows:
+            self._catalog.end(row, Tier.SSD, "keep" if how == "keep" else "evicted")
+        if how != "keep":
+            self._metrics.add(f"{how}_blocks_ssd", len(rows))
+
+    def _ahead(self) -> int:
+        return min(self._catalog.ready(Tier.SSD) // EVICT_AHEAD, MAKE_ROOM_BLOCKS)
 
     def _purge(self, select: Callable[[], Sequence[int]]) -> Purged:
         with self._work:
@@ -318,8 +327,12 @@ class SsdWriter:
         return True
 
     def _commit(self, writes: Sequence[PendingWrite], placed: Sequence[Location | None]) -> None:
+        records = [write.record for write in writes]
         uses = self._catalog.uses(USES_PER_COMMIT_MAX)
-        durable = self._ssd.publish([write.record for write in writes], placed, uses)
+        rows = self._victims_ahead(self._ssd.slot_bytes(records[0]))
+        gone = [(self._catalog.id(row), self._catalog.location(row, Tier.SSD)) for row in rows]
+        durable, committed = self._ssd.publish(records, placed, uses, gone)
+        self._end(rows, "evicted" if committed else "keep")
         for write, where in zip(writes, durable, strict=True):
             if where is None:
                 self._catalog.end(write.row, Tier.SSD, "abort")
@@ -328,6 +341,11 @@ class SsdWriter:
                 self._metrics.add("ssd_written_blocks")
                 self._metrics.add("ssd_written_bytes", where.slot_bytes)
             write.done(where)
+
+    def _victims_ahead(self, size: int) -> list[int]:
+        """Take out blocks whose room the next writes of a full store want, with this commit."""
+        missing = self._ahead() - self._ssd.room(size) if self._full else 0
+        return self._catalog.evict(Tier.SSD, missing, size) if missing > 0 else []
 
     def write_uses(self) -> None:
         """Make hits and last uses durable that no commit took along; for closing."""

@@ -119,10 +119,18 @@ class Writeback:
         present = dropped = 0
         with self._work:
             room = self._config.write_queue_blocks_max - self._unsettled
-        now_ns = time.time_ns()
+        now_ns, part_bytes = time.time_ns(), layout.part_bytes
         with self._catalog.changed:
             for block in wanted:
-                record = _record(keys, block, layout, now_ns)
+                record = Record(
+                    id=BlockId(keys.namespace, keys.hashes[block]),
+                    parent=keys.parent(block),
+                    position=block,
+                    tenant_digest=keys.tenant_digest,
+                    part_bytes=part_bytes,
+                    shapes=layout.parts,
+                    created_ns=now_ns,
+                )
                 row = self._catalog.find(record.id)
                 if row is not None and self._present(row):
                     present += 1
@@ -280,14 +288,3 @@ class Writeback:
         if last:
             job.transfer.finish(PutResult(job.stored, job.present, job.dropped))
 
-
-def _record(keys: BlockKeys, block: int, layout: BlockLayout, now_ns: int) -> Record:
-    return Record(
-        id=BlockId(keys.namespace, keys.hashes[block]),
-        parent=keys.parent(block),
-        position=block,
-        tenant_digest=keys.tenant_digest,
-        part_bytes=layout.part_bytes,
-        shapes=layout.parts,
-        created_ns=now_ns,
-    )

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -212,7 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="kvtier-flip-", dir=options.dir) as folder:
         flipper = Flipper(os.path.join(folder, "store"), options.seed)
-        flipper.run(options.flips, options.reopens)
+        try:
+            flipper.run(options.flips, options.reopens)
+        except Exception:  # noqa: BLE001 - whatever it is, a flip caused it
+            flipper.problems.append(traceback.format_exc())
     result = json.dumps({**flipper.counts, "problems": flipper.problems}, indent=1)
     if options.json == "-":
         sys.stdout.write(result + "\n")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from crash.course import FRESH, SIZES, Course
+from crash.course import FRESH, SIZES, Course, record
 from crash.disk import CrashFileSystem
 from crash.events import DISKS, events
 from crash.index import CrashIndex
@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import payload, record_of, variant
 
+from kvtier.tiers.base import Location
+from kvtier.tiers.entries import entry_of
 from kvtier.tiers.ledger import REBUILD_COMMIT_ENTRIES
 from kvtier.tiers.ssd import SsdTier
 
@@ -214,6 +216,28 @@ def test_a_commit_in_doubt_costs_no_other_block(after: int, *, happened: bool) -
     course.settle_doubts()
     course.write_evicting([FRESH, FRESH + 1])
     course.reopen(lose_index=True)
+    course.check()
+    assert course.problems == []
+
+
+def test_an_index_that_reads_but_does_not_commit() -> None:
+    """Damage that only commits meet is repaired too: when opening, and in an open tier."""
+    course = Course()
+    course.open()
+    course.write([0, 2, 1])
+    course.index.broken = True
+    course.write([4])
+    assert len(course.stored()) == 4
+    course.close()
+    (segment, *_) = {where.segment for where in course.ledger.durable.values()}
+    stored = dict(course.index.stored)
+    bad = record(6)
+    stored[bad.id.namespace + bad.id.hash] = entry_of(bad, Location(segment, 99, SIZES[0]), 0)
+    course.index = CrashIndex(course.fs.points, stored)
+    course.index.broken = True
+    course.open()  # an entry must go, and the index does not let it
+    course.check()
+    course.reopen()
     course.check()
     assert course.problems == []
 

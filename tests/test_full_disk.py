@@ -214,7 +214,9 @@ def test_slots_of_another_size_get_the_disk(disk: Path) -> None:
             result = put(store, prompt_keys(BLOCKS, seed, spec=other))
             assert result.stored == BLOCKS, f"prompt {seed}: {result}"
             assert disk_bytes(store.path) <= 4 << 20
-        assert bring_back(store, prompt_keys(BLOCKS, 19, spec=other)).loaded == BLOCKS
+        # Not a few slots that they take from each other, but what older blocks held.
+        for seed in range(16, 20):
+            assert bring_back(store, prompt_keys(BLOCKS, seed, spec=other)).loaded == BLOCKS
         assert store.check() == []
 
 

@@ -103,7 +103,7 @@ def test_what_was_evicted_earlier_is_destroyed_too(open_store: Open) -> None:
     store = open_store(host_bytes=0, **tiny_budget(6, 6))
     first = prompt_keys(6, seed=1)
     put(store, first)
-    put(store, prompt_keys(1, seed=2))
+    put(store, prompt_keys(6, seed=2))
     gone = [n for n, tier in enumerate(store.lookup(first).tiers) if tier is None]
     assert gone
     store.purge(tenant="nobody at all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -50,6 +51,7 @@ class TensorSlots:
         self._layout = layout
         self._tensors = tuple(tensors)
         self._axis = 1 if layout.order == "hnd" else 0
+        self._arrays: list[np.ndarray[Any, Any]] | None = None
         if len(self._tensors) != len(layout.tensors):
             raise SpecMismatch(
                 f"tensors: {len(self._tensors)} given, the layout has {len(layout.tensors)}"
@@ -86,9 +88,28 @@ class TensorSlots:
     def parts(self, block: int) -> Sequence[torch.Tensor]:
         """Return views of block ``block``; ``SpecMismatch`` if the tensors end before it."""
         tokens = self._layout.block_tokens
+        self._check(block)
+        return [t.narrow(self._axis, block * tokens, tokens) for t in self._tensors]
+
+    def arrays(self, block: int) -> Sequence[np.ndarray[Any, Any]] | None:
+        """Return block ``block`` as numpy arrays; None if the tensors are not in CPU memory."""
+        self._check(block)
+        if self._arrays is None:
+            if self.device.type != "cpu":
+                return None
+            for _ in _tensors(self, block):  # raises if shapes or dtypes do not fit
+                pass
+            self._arrays = [_as_numpy(tensor) for tensor in self._tensors]
+        tokens = self._layout.block_tokens
+        start, stop = block * tokens, (block + 1) * tokens
+        if self._axis:
+            return [array[:, start:stop] for array in self._arrays]
+        return [array[start:stop] for array in self._arrays]
+
+    def _check(self, block: int) -> None:
+        tokens = self._layout.block_tokens
         if not 0 <= block < self._tensors[0].shape[self._axis] // tokens:
             raise SpecMismatch(f"block {block} lies beyond the slots' tensors")
-        return [t.narrow(self._axis, block * tokens, tokens) for t in self._tensors]
 
 
 def check_slots(slots: KVSlots, layout: BlockLayout) -> None:
@@ -103,7 +124,13 @@ def check_slots(slots: KVSlots, layout: BlockLayout) -> None:
 
 def read_block(slots: KVSlots, block: int, into: memoryview) -> None:
     """Copy a block from the engine's tensors into ``into`` (the payload's bytes)."""
-    for tensor, flat in _pairs(slots, block, into):
+    places = _places(slots.layout, into)
+    arrays = _arrays(slots, block)
+    if arrays is not None:
+        for array, flat in zip(arrays, places, strict=True):
+            np.copyto(flat, array)
+        return
+    for tensor, flat in zip(_tensors(slots, block), places, strict=True):
         if tensor.device.type == "cpu":
             np.copyto(flat, _as_numpy(tensor))
         else:
@@ -116,8 +143,14 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
     On CUDA the copies are queued on the current stream and waited for; the caller runs this on a
     thread of its own, under a side stream.
     """
+    places = _places(slots.layout, source)
+    arrays = _arrays(slots, block)
+    if arrays is not None:
+        for array, flat in zip(arrays, places, strict=True):
+            np.copyto(array, flat)
+        return
     device = slots.device
-    for tensor, flat in _pairs(slots, block, source):
+    for tensor, flat in zip(_tensors(slots, block), places, strict=True):
         if tensor.device.type == "cpu":
             np.copyto(_as_numpy(tensor), flat)
         else:
@@ -128,24 +161,40 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _pairs(
-    slots: KVSlots, block: int, payload: memoryview
-) -> Iterator[tuple[torch.Tensor, np.ndarray[Any, Any]]]:
+def _arrays(slots: KVSlots, block: int) -> Sequence[np.ndarray[Any, Any]] | None:
+    give = getattr(slots, "arrays", None)
+    return None if give is None else give(block)
+
+
+def _places(layout: BlockLayout, payload: memoryview) -> list[np.ndarray[Any, Any]]:
+    """Return where each tensor of a block lies in its payload."""
+    carrier = np.frombuffer(payload, dtype=f"u{layout.itemsize}")
+    return [carrier[start:stop].reshape(shape) for start, stop, shape in _slices(layout)]
+
+
+@lru_cache(maxsize=64)
+def _slices(layout: BlockLayout) -> list[tuple[int, int, tuple[int, int, int]]]:
+    size = layout.itemsize
+    return [
+        (part.offset // size, (part.offset + part.nbytes) // size, part.shape)
+        for part in layout.tensors
+    ]
+
+
+def _tensors(slots: KVSlots, block: int) -> Iterator[torch.Tensor]:
+    """Yield a block's tensors, each checked against the layout."""
     layout = slots.layout
     tensors = slots.parts(block)
     expected = layout.tensors
     if len(tensors) != len(expected):
         raise SpecMismatch(f"block {block}: {len(tensors)} tensors, {len(expected)} wanted")
-    carrier = np.frombuffer(payload, dtype=f"u{layout.itemsize}")
     for tensor, part in zip(tensors, expected, strict=True):
         if tuple(tensor.shape) != part.shape or str(tensor.dtype) != f"torch.{layout.dtype}":
             raise SpecMismatch(
                 f"block {block}, layer {part.layer}: {tensor.dtype} {list(tensor.shape)} given, "
                 f"{layout.dtype} {list(part.shape)} wanted"
             )
-        start = part.offset // layout.itemsize
-        stop = start + part.nbytes // layout.itemsize
-        yield tensor, carrier[start:stop].reshape(part.shape)
+        yield tensor
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -64,11 +64,8 @@ def probe(directory: int, fs: FileSystem) -> Abilities:
     return Abilities(direct=direct, punch=punch)
 
 
-def probe_reads(directory: int, fs: FileSystem, segment: int) -> Abilities:
-    """Find out by reading a page of a segment, without changing anything; ``OSError`` if it cannot.
-
-    What cannot be read directly but otherwise is read through the page cache.
-    """
+def probe_reads(directory: int, fs: FileSystem, segment: int) -> Abilities | None:
+    """Find out how to read by reading a page of a segment; None if that cannot be read at all."""
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
 
     def attempt(*, direct: bool) -> None:
@@ -79,8 +76,10 @@ def probe_reads(directory: int, fs: FileSystem, segment: int) -> Abilities:
         finally:
             fs.close(fd)
 
-    attempt(direct=False)
-    return Abilities(direct=_works(lambda: attempt(direct=True)), punch=False)
+    for direct in (True, False):
+        if _works(lambda direct=direct: attempt(direct=direct)):
+            return Abilities(direct=direct, punch=False)
+    return None
 
 
 def _write_direct(directory: int, fs: FileSystem, page: memoryview) -> None:

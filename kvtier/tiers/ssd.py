@@ -132,7 +132,7 @@ class SsdTier:
         self, records: Sequence[Record], payloads: Sequence[memoryview]
     ) -> list[Location | None]:
         """Store blocks durably; None where there was no room or the disk failed."""
-        return self.publish(records, self.store(records, payloads))
+        return self.publish(records, self.store(records, payloads))[0]
 
     def store(
         self, records: Sequence[Record], payloads: Sequence[memoryview]
@@ -186,10 +186,12 @@ class SsdTier:
         records: Sequence[Record],
         placed: Sequence[Location | None],
         uses: Sequence[Use] = (),
-    ) -> list[Location | None]:
+        gone: Sequence[tuple[BlockId, Location]] = (),
+    ) -> tuple[list[Location | None], bool]:
         """Make written blocks durable, then visible; None for those for which that failed.
 
-        ``uses`` go into the same index commit.
+        ``uses``, and the removal of the blocks that are ``gone``, go into the same index commit;
+        False if it failed.
         """
         result = list(placed)
         for segment in dict.fromkeys(where.segment for where in placed if where is not None):
@@ -205,16 +207,19 @@ class SsdTier:
             if where is not None
         ]
         try:
-            if entries or uses:
-                self._ledger.commit(entries, (), uses)
+            if entries or uses or gone:
+                self._ledger.commit(entries, [block for block, _ in gone], uses)
         except OSError as error:
             self.index_full = self.index_full or error.errno == errno.ENOSPC
             self._failed("index commit", 0, error)
             self._give_back(result)
+            return result, False
         for record, where in zip(records, result, strict=True):
             if where is not None:
                 self._slabs.fill(record.id, where)
-        return result
+        for block, where in gone:
+            self._slabs.empty(block, where)
+        return result, True
 
     def _give_back(self, placed: list[Location | None], segment: int | None = None) -> None:
         """Free the slots of a failed write, in one segment or in all."""

@@ -24,7 +24,8 @@ EMPTY_BYTES = 32 << 10
 class CrashIndex:
     """An index; ``stored`` is what is durable. Each entry takes ``entry_bytes`` of disk for good.
 
-    ``lost`` makes it unreadable until ``reset``. ``doubt`` lets the next commit fail, and says
+    ``lost`` makes it unreadable until ``reset``; ``broken`` lets it be read, but every commit meets
+    damage and fails, until then. ``doubt`` lets the next commit fail, and says
     whether it happened nevertheless; the index is then unhealthy until ``reopen``.
     """
 
@@ -35,6 +36,7 @@ class CrashIndex:
         self.entry_bytes = entry_bytes
         self.stored = {} if stored is None else stored
         self.lost = False
+        self.broken = False
         self.doubt: bool | None = None
         self.closed = False
         self.failures = 0
@@ -54,6 +56,10 @@ class CrashIndex:
         if self.lost or self.closed or not self._healthy:
             self.failures += 1
             raise OSError(errno.EIO, "the index is not usable")
+        if self.broken:
+            self.failures += 1
+            self._healthy = False
+            raise OSError(errno.EIO, "the index is damaged")
         self.points.reach("commit begins")
         if self.doubt is None:
             self._apply(put, remove, uses)
@@ -86,7 +92,7 @@ class CrashIndex:
         """Start over empty."""
         self.points.reach("reset begins")
         self.stored.clear()
-        self.lost, self._healthy, self._most = False, True, 0
+        self.lost, self.broken, self._healthy, self._most = False, False, True, 0
         self.points.reach("reset done")
 
     def reopen(self) -> None:
