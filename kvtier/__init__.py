@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.changes import CatalogChanges
 from kvtier.config import StoreConfig
 from kvtier.cost import CostModel
 from kvtier.errors import (
@@ -18,6 +19,7 @@ from kvtier.identity import BlockKeys, KVSpec
 from kvtier.layout import BlockLayout
 from kvtier.plan import Residency, RestorePlan, Step, Tier
 from kvtier.planner import plan, plan_batch
+from kvtier.purge import PurgeResult
 from kvtier.reader import StoreReader, open_reader
 from kvtier.restore import PENDING, RestoreReport, RestoreSession
 from kvtier.store import Store
@@ -30,12 +32,14 @@ __all__ = [
     "PENDING",
     "BlockKeys",
     "BlockLayout",
+    "CatalogChanges",
     "CostModel",
     "FormatError",
     "KVSlots",
     "KVSpec",
     "KVTierError",
     "LinkThrottle",
+    "PurgeResult",
     "PutResult",
     "Residency",
     "RestorePlan",

@@ -37,6 +37,7 @@ EWMA_WEIGHT: Final = 0.3
 ACCURACY_WEIGHT: Final = 0.1
 INTERFERENCE_WEIGHT: Final = 0.2
 OVERLAP_DOUBT: Final = 0.95  # how little a step beside loads says about one without
+INTERFERENCE_MIN: Final = -1.0
 INTERFERENCE_MAX: Final = 4.0
 SECONDS_MIN: Final = 1e-9
 SAMPLES_MAX: Final = 1 << 62
@@ -258,7 +259,7 @@ class Profiler:
             cost = self._fit.cost()
             if overlap > 0 and cost.known:
                 excess = seconds / max(cost.seconds(start, tokens), SECONDS_MIN) - 1
-                seen = min(excess / overlap, INTERFERENCE_MAX)
+                seen = min(max(excess / overlap, INTERFERENCE_MIN), INTERFERENCE_MAX)
                 self._interference += overlap * INTERFERENCE_WEIGHT * (seen - self._interference)
             # Noise may take the mean below zero, where it stays without effect.
             alone = seconds / (1 + overlap * max(self._interference, 0.0))
@@ -315,7 +316,9 @@ class Profiler:
             if record.get("compute"):
                 profiler._fit = _fit(record["compute"])
                 interference = record["compute"].get("interference", 0.0)
-                profiler._interference = _within(interference, INTERFERENCE_MAX, low=-1.0)
+                profiler._interference = _within(
+                    interference, INTERFERENCE_MAX, low=INTERFERENCE_MIN
+                )
                 profiler._accuracy = _accuracy(*record["compute"].get("accuracy", (0, 1.0, 0.0)))
             if record.get("links"):
                 links = record["links"]

@@ -208,7 +208,6 @@ class Follower:
             self._apply(self._ours(changes.put), changes.removed)
             self._sequence = changes.sequence
         else:
-            self._sequence = None
             sequence, entries = self._index.snapshot()
             self._become(self._ours(entries))
             self._sequence = sequence
@@ -225,8 +224,8 @@ class Follower:
                 self._filled = True
                 return
         there = set(entries["hash"].tolist())
-        known = self._catalog.blocks(self._namespace, Tier.SSD, self._catalog.ready(Tier.SSD))
-        gone = [BlockId(self._namespace, digest) for digest in known if digest not in there]
+        held = self._catalog.blocks(self._namespace, Tier.SSD, self._catalog.ready(Tier.SSD))
+        gone = [BlockId(self._namespace, digest) for digest in held if digest not in there]
         different = np.zeros(len(entries), dtype=bool)
         for start in range(0, len(entries), _APPLIED_AT_ONCE):
             piece = slice(start, start + _APPLIED_AT_ONCE)
@@ -240,11 +239,9 @@ class Follower:
     def _undamaged(self, entries: Entries) -> Entries:
         """Leave out what was taken out as damaged and is where it was."""
         blocks = (BlockId(self._namespace, digest) for digest in entries["hash"].tolist())
-        sound = [
-            self._damaged.get(block) != Location(*place)
-            for block, place in zip(blocks, _places(entries), strict=True)
-        ]
-        return entries[np.array(sound, dtype=bool)]
+        pairs = enumerate(zip(blocks, _places(entries), strict=True))
+        sound = [row for row, (block, at) in pairs if self._damaged.get(block) != Location(*at)]
+        return entries[np.array(sound, dtype=np.intp)]
 
     def _apply(self, put: Entries, removed: Sequence[BlockId]) -> None:
         leaving = iter(removed)

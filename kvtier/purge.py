@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Purge", "PurgeResult"]
 
+LOOK_S: Final = 0.1
+"""How long blocks that are in use may be waited for without looking at them again."""
 DESTROY_S_MAX: Final = 600.0
 """How long the destruction of a store's bytes may take."""
 
@@ -93,6 +95,7 @@ class Purge:
             with catalog.changed:
                 left = len(select())
                 if left and clock() < deadline:
-                    catalog.changed.wait(deadline - clock())
+                    # What was let go of before this wait is not announced again: look anew soon.
+                    catalog.changed.wait(min(deadline - clock(), LOOK_S))
                     continue
             return PurgeResult(len(gone), nbytes, left)

@@ -270,7 +270,9 @@ class SsdWriter:
         if missing > 0:
             self._full = True
             self._evict(max(missing, self._ahead()), size)
-        while self._ssd.room(size) == 0 and self._evict(MAKE_ROOM_BLOCKS, None):
+        # Where slots can be given back one by one, other sizes make room for the whole batch.
+        enough = count if self._ssd.punches else 1
+        while self._ssd.room(size) < enough and self._evict(MAKE_ROOM_BLOCKS, None):
             self._ssd.reclaim(size, count)
 
     def _evict(self, count: int, slot_bytes: int | None) -> int:

@@ -287,4 +287,3 @@ class Writeback:
         self._metrics.add("put_blocks_stored" if stored else "put_blocks_dropped", blocks)
         if last:
             job.transfer.finish(PutResult(job.stored, job.present, job.dropped))
-

@@ -483,6 +483,11 @@ class MemoryIndex:
             self.stored[id_at(table(entry), 0)] = entry
         self.uses += uses
 
+    def rebuild(self, entries: Sequence[bytes]) -> None:
+        """Replace everything."""
+        self.stored.clear()
+        self.commit(entries, ())
+
     def reset(self) -> None:
         """Start afresh."""
         self.stored.clear()

@@ -447,3 +447,14 @@ def test_a_pace_that_changes_for_good_is_believed_after_three_steps(factor: floa
         assert after.seconds(start, 256) == pytest.approx(
             factor * truth.seconds(start, 256), rel=0.5
         )
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1.0), st.floats(0, 1)), min_size=1, max_size=60))
+def test_whatever_was_learned_can_be_read_again(steps: list[tuple[float, float]]) -> None:
+    """No series of steps leads to a record that the next process refuses."""
+    profiler = Profiler()
+    for index, (seconds, overlap) in enumerate(steps):
+        profiler.computed(index * 16, 16, seconds, overlap)
+    for _ in range(30):  # faster than predicted, while little is loaded
+        profiler.computed(16, 16, 1e-5, 0.05)
+    assert Profiler.from_record(profiler.to_record()).costs == profiler.costs

@@ -19,7 +19,7 @@ from support import payload, record_of, variant
 
 from kvtier.tiers.base import Location
 from kvtier.tiers.entries import entry_of
-from kvtier.tiers.ledger import REBUILD_COMMIT_ENTRIES
+from kvtier.tiers.index import REBUILD_COMMIT_ENTRIES
 from kvtier.tiers.ssd import SsdTier
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from support import (
 
 import kvtier
 from kvtier.tiers.segment import PAGE_BYTES
+from kvtier.tiers.slabs import SEGMENT_METADATA_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,7 +179,9 @@ def test_holes_are_punched_and_direct_io_is_used(disk: Path) -> None:
         before = disk_bytes(f"{store.path}/segments")
         purged = store.purge(tenant="1")
         assert purged.blocks == 4 * BLOCKS
-        assert before - disk_bytes(f"{store.path}/segments") == purged.nbytes > 0
+        freed = before - disk_bytes(f"{store.path}/segments")
+        # Holes cost the file system a few extents.
+        assert purged.nbytes - SEGMENT_METADATA_BYTES <= freed <= purged.nbytes
         for seed in range(8):
             keys = kvtier.BlockKeys.of(SPEC, prompt(BLOCKS, seed), tenant=str(seed % 2))
             assert bring_back(store, keys).loaded == (0 if seed % 2 else BLOCKS)

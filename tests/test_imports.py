@@ -39,6 +39,7 @@ LAYERS = (
         "admission",
         "calibration",
         "catalog",
+        "follower",
         "mover",
         "prefetcher",
         "purge",

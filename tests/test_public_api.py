@@ -16,11 +16,11 @@ MODULES = sorted(
     ["kvtier", *(info.name for info in pkgutil.walk_packages(kvtier.__path__, "kvtier."))]
 )
 PUBLIC = {
-    "PENDING", "BlockKeys", "BlockLayout", "CostModel", "FormatError", "KVSlots", "KVSpec",
-    "KVTierError", "LinkThrottle", "PutResult", "Residency", "RestorePlan", "RestoreReport",
-    "RestoreSession", "SpecMismatch", "Step", "Store", "StoreClosed", "StoreConfig", "StoreFailed",
-    "StoreLocked", "TensorSlots", "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open",
-    "plan",
+    "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
+    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "PurgeResult", "PutResult", "Residency",
+    "RestorePlan", "RestoreReport", "RestoreSession", "SpecMismatch", "Step", "Store",
+    "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
+    "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open", "open_reader", "plan",
     "plan_batch",
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -747,6 +748,30 @@ finally:
     os.waitpid(child, 0)
 """
     assert run_python(code, store_path).stdout == "good\n"
+
+
+def test_a_killed_parent_leaves_no_lock_to_its_child(store_path: str, open_store: Open) -> None:
+    """A forked child that lives on when the engine is killed does not keep the store locked."""
+    code = """
+import os, signal, sys, time, warnings
+import kvtier
+from support import SPEC
+warnings.simplefilter("ignore", DeprecationWarning)
+store = kvtier.open(sys.argv[1], SPEC)
+child = os.fork()
+if child == 0:
+    os.close(1)
+    os.close(2)
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    child = int(run_python(code, store_path, check=False).stdout)
+    try:
+        assert put(open_store(), prompt_keys(2)).stored == 2
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 # -- learned costs

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import time
+import weakref
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import FormatError, StoreFailed, StoreLocked
@@ -45,6 +46,7 @@ class StoreDirectory:
         self._fs = fs
         self._open: list[int] = []
         self._lock: int | None = None
+        _LOCKED.add(self)
         try:
             self._enter()
         except OSError as error:
@@ -167,6 +169,13 @@ class StoreDirectory:
         fs.rename(directory, temporary, name)
         fs.sync_directory(directory)
 
+    def leave(self) -> None:
+        """Let go of the lock's descriptor in a forked child: the store is its parent's alone."""
+        if self._lock is not None:
+            self._open.remove(self._lock)
+            self._fs.close(self._lock)
+            self._lock = None
+
     def close(self) -> None:
         """Release the lock; idempotent."""
         if self._lock is not None:
@@ -256,3 +265,15 @@ def _read_if_there(fs: FileSystem, directory: int, name: str, limit: int) -> byt
         return _read(fs, directory, name, limit)
     except OSError:
         return b""
+
+
+_LOCKED: Final[weakref.WeakSet[StoreDirectory]] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # A child that outlives a killed parent would otherwise keep the store locked.
+    for directory in list(_LOCKED):
+        directory.leave()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

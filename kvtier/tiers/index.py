@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INDEX_COMMIT_BYTES_MAX",
+    "REBUILD_COMMIT_ENTRIES",
     "Changes",
     "Index",
     "LmdbIndex",
@@ -33,6 +34,9 @@ __all__ = [
     "Use",
 ]
 
+REBUILD_COMMIT_ENTRIES: Final = 4096
+"""Entries in one commit of a rebuild."""
+_UNFINISHED: Final = "rebuilding"
 INDEX_COMMIT_BYTES_MAX: Final = 1 << 20
 """What one commit may add to the index file before the tier looks at its size again."""
 SNAPSHOT_TRIES: Final = 3
@@ -71,6 +75,9 @@ class Index(Protocol):
 
         ``OSError`` if that did not happen, or nobody knows: then ``healthy`` is False.
         """
+
+    def rebuild(self, entries: Sequence[bytes]) -> None:
+        """Replace everything by these packed entries; cut short, the index is unreadable."""
 
     def reset(self) -> None:
         """Start over empty, because what is there cannot be read."""
@@ -113,7 +120,9 @@ class LmdbIndex:
         self._written_before = 0
         self._closed = False
         self._restart = threading.Lock()
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        # Not its parents: a store that was removed must not come back as an index alone.
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
         self._link = self._linked()
 
     def _linked(self) -> Link:
@@ -124,6 +133,8 @@ class LmdbIndex:
     def entries(self) -> Entries:
         """Return all entries as a table; ``FormatError`` if the index cannot be read."""
         link = self._usable()
+        if os.path.lexists(f"{self._path}/{_UNFINISHED}"):
+            raise FormatError(f"{self._path}: a rebuild of the index was cut short")
         try:
             return _walked(link)[2]
         except OSError as error:
@@ -153,6 +164,20 @@ class LmdbIndex:
         except FormatError as error:
             raise OSError(errno.EIO, str(error)) from error
 
+    def rebuild(self, entries: Sequence[bytes]) -> None:
+        """Replace everything by these packed entries; cut short, the index is unreadable."""
+        mark = f"{self._path}/{_UNFINISHED}"
+        with suppress(FileExistsError):
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        _sync_directory(self._path)
+        self.reset()
+        # In any other order than that of the keys each commit would touch most of the pages.
+        ordered = sorted(entries)
+        for start in range(0, len(ordered), REBUILD_COMMIT_ENTRIES):
+            self.commit(ordered[start : start + REBUILD_COMMIT_ENTRIES], ())
+        os.unlink(mark)
+        _sync_directory(self._path)
+
     def reset(self) -> None:
         """Start over empty, because what is there cannot be read."""
         with self._restart:
@@ -161,7 +186,6 @@ class LmdbIndex:
             # The lock first: whoever finds the new data finds the new lock.
             for name in reversed(keeper.FILES):
                 _remove(f"{self._path}/{name}")
-            os.makedirs(self._path, mode=0o700, exist_ok=True)
             self._link = self._linked()
 
     def reopen(self) -> None:
@@ -300,6 +324,14 @@ def _merged(entries: Entries, changes: Changes) -> Entries:
     kept = np.ones(keys.size, dtype=bool)
     kept[found] = False
     return np.concatenate([entries[kept], changes.put])
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _remove(path: str) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     Cursor = lmdb.Cursor[bytes]
     Database = lmdb._Database  # noqa: SLF001 - the stubs' only name for it
 
+__all__ = ["Index", "Keeper", "Unreadable", "disk_bytes", "main"]
+
 REQUEST: Final = struct.Struct("<BQ")
 """Which request, and the bytes of its body."""
 ANSWER: Final = struct.Struct("<BiQQQ")

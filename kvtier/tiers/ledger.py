@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location
@@ -21,12 +21,9 @@ if TYPE_CHECKING:
     from kvtier.tiers.index import Index, Use
     from kvtier.tiers.slabs import Slabs
 
-__all__ = ["REBUILD_COMMIT_ENTRIES", "Ledger", "put_all"]
+__all__ = ["Ledger"]
 
 log = logging.getLogger(__name__)
-
-REBUILD_COMMIT_ENTRIES: Final = 4096
-"""Entries in one commit of a rebuild."""
 
 
 class Ledger:
@@ -88,16 +85,7 @@ class Ledger:
 
     def _rebuild(self) -> None:
         """Make the index anew from the headers of all slots that hold a block."""
-        self._index.reset()
-        put_all(self._index, self._scan(self._slabs.live()))
-
-
-def put_all(index: Index, entries: Sequence[bytes]) -> None:
-    """Put any number of packed entries into an index, in the order of their keys."""
-    # In any other order each commit would touch most of the index's pages.
-    ordered = sorted(entries)
-    for start in range(0, len(ordered), REBUILD_COMMIT_ENTRIES):
-        index.commit(ordered[start : start + REBUILD_COMMIT_ENTRIES], ())
+        self._index.rebuild(self._scan(self._slabs.live()))
 
 
 def _location(entries: Entries, row: int) -> Location:

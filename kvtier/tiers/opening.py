@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.entries import Entries, id_at, table
-from kvtier.tiers.ledger import REBUILD_COMMIT_ENTRIES, put_all
+from kvtier.tiers.index import REBUILD_COMMIT_ENTRIES
 from kvtier.tiers.recovery import FoundSegment, plan_repairs
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ __all__ = ["reclaim", "recover"]
 
 log = logging.getLogger(__name__)
 
+_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors that say nothing about the index: making it anew would meet them too."""
 RECLAIM_SLOTS: Final = 64
 """Slots whose disk is given back before the room is looked at again."""
 
@@ -39,25 +43,20 @@ def recover(
 
     An index that cannot be read, or is empty beside segments, is rebuilt from the headers.
     """
-    try:
-        entries = index.entries()
-    except FormatError as error:
-        log.warning("%s; it is rebuilt from the records' headers", error)
-        index.reset()
-        entries = table(b"")
-    if found and not len(entries):
+    entries = _read(index)
+    if entries is None or (found and not len(entries)):
         rows = scan(
             Location(segment, slot, slab.header.slot_bytes)
             for segment, slab in found.items()
             for slot in range(slab.slots_written)
             if slot not in slab.holes
         )
-        put_all(index, rows)
+        index.rebuild(rows)
         entries = table(rows)
     repairs = plan_repairs(entries, found)
     for block, reason in repairs.remove:
         log.warning("block %s dropped: %s", block, reason)
-    _remove(index, [block for block, _ in repairs.remove])
+    _remove(index, [block for block, _ in repairs.remove], repairs.keep)
     for segment in repairs.unlink:
         io.unlink(segment)
         slabs.forget(segment)
@@ -65,9 +64,37 @@ def recover(
     return _shrink(repairs.keep, index, slabs, io)
 
 
-def _remove(index: Index, blocks: list[BlockId]) -> None:
-    for start in range(0, len(blocks), REBUILD_COMMIT_ENTRIES):
-        index.commit((), blocks[start : start + REBUILD_COMMIT_ENTRIES])
+def _read(index: Index) -> Entries | None:
+    """Return the index's entries, or None if it must be rebuilt from the records' headers."""
+    try:
+        entries = index.entries()
+    except FormatError as error:
+        log.warning("%s; it is rebuilt from the records' headers", error)
+        return None
+    if _has_twins(entries):
+        log.warning("the index names a block twice; it is rebuilt from the records' headers")
+        return None
+    return entries
+
+
+def _has_twins(entries: Entries) -> bool:
+    # Hashes are random: where their first 8 bytes differ, which is cheap to see, all of them do.
+    first = np.ascontiguousarray(entries["hash"]).view("<u8").reshape(-1, 4)[:, 0]
+    if len(np.unique(first)) == len(entries):
+        return False
+    return len({id_at(entries, row) for row in range(len(entries))}) < len(entries)
+
+
+def _remove(index: Index, blocks: list[BlockId], keep: Entries) -> None:
+    """Take blocks out of the index; one that does not let go of them is made anew with the rest."""
+    try:
+        for start in range(0, len(blocks), REBUILD_COMMIT_ENTRIES):
+            index.commit((), blocks[start : start + REBUILD_COMMIT_ENTRIES])
+    except OSError as error:
+        if error.errno in _REFUSED:
+            raise
+        log.warning("the index is made anew: %s", error)
+        index.rebuild([keep[row : row + 1].tobytes() for row in range(len(keep))])
 
 
 def reclaim(
@@ -97,6 +124,10 @@ def reclaim(
                 log.warning("a slot of segment %016x keeps its disk: %s", where.segment, error)
                 hole = False
             slabs.give_back(where, hole=hole)
+        # A punch that a power cut undoes would bring back what was given up, over the limit.
+        for segment in {where.segment for where in taken}:
+            with suppress(OSError):
+                io.sync(segment)
 
 
 def _shrink(entries: Entries, index: Index, slabs: Slabs, io: RecordIo) -> Entries:
@@ -114,12 +145,13 @@ def _shrink(entries: Entries, index: Index, slabs: Slabs, io: RecordIo) -> Entri
             gone = order[: int(np.searchsorted(freed, excess)) + 1]
         else:
             gone = _oldest_segment(entries, used)
-        _remove(index, [id_at(entries, row) for row in gone])
+        left = np.delete(entries, gone)
+        _remove(index, [id_at(entries, row) for row in gone], left)
         for row in gone:
             entry = entries[row]
             where = Location(int(entry["segment"]), int(entry["slot"]), int(entry["slot_bytes"]))
             slabs.empty(id_at(entries, row), where)
-        entries = np.delete(entries, gone)
+        entries = left
         dropped += len(gone)
     if dropped:
         log.warning("%d blocks given up to fit the SSD budget", dropped)

@@ -13,6 +13,7 @@ import logging
 import mmap
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -77,7 +78,7 @@ def probe_reads(directory: int, fs: FileSystem, segment: int) -> Abilities | Non
             fs.close(fd)
 
     for direct in (True, False):
-        if _works(lambda direct=direct: attempt(direct=direct)):
+        if _works(partial(attempt, direct=direct)):
             return Abilities(direct=direct, punch=False)
     return None
 
@@ -204,8 +205,9 @@ class RecordIo:
             self._fs.close(fd)
 
     def unlink(self, segment: int) -> None:
-        """Remove a segment file."""
+        """Remove a segment file; it stays removed after a power cut."""
         self._fs.unlink(self._directory, segment_name(segment))
+        self._fs.sync_directory(self._directory)
 
     # -- inside
 

@@ -239,8 +239,13 @@ class Slabs:
                 self._list(segment, slab)
 
     def forget(self, segment: int) -> None:
-        """Take a whole segment out of the books."""
+        """Take a whole segment out of the books, whatever its slots are; one that is not there too.
+
+        What was taken in it is given back to nobody.
+        """
         with self._lock:
+            if segment not in self._segments:
+                return
             slab = self._segments.pop(segment)
             self._data_bytes -= slab.disk_bytes
             for by_size in (*self._with.values(), self._unfilled):
@@ -288,13 +293,16 @@ class Slabs:
     def give_back(self, where: Location, *, hole: bool = False) -> None:
         """Free a taken slot; ``hole`` if it occupies no disk any more."""
         with self._lock:
-            self._expect(where, SlotState.TAKEN)
-            after = SlotState.HOLE if hole else SlotState.FREE
-            self._move(where.segment, where.slot, after)
+            if where.segment in self._segments:
+                self._expect(where, SlotState.TAKEN)
+                after = SlotState.HOLE if hole else SlotState.FREE
+                self._move(where.segment, where.slot, after)
 
     def fill(self, block: BlockId, where: Location) -> None:
         """Record that a taken slot holds a block from now on."""
         with self._lock:
+            if where.segment not in self._segments:
+                return  # the file was removed by somebody: a read will find that out
             self._expect(where, SlotState.TAKEN)
             self._move(where.segment, where.slot, SlotState.LIVE)
             self._segments[where.segment].tags[where.slot] = _tag(block)

@@ -49,7 +49,8 @@ class SsdTier:
     Opening recovers: what is in doubt is dropped, segments that hold nothing are unlinked, and a
     store over its limit gives up its least recently used blocks. With ``integrity_key`` every
     record carries a keyed tag and only records with the right one are read. ``entries`` is what
-    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"). ``failed`` is
+    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"), ``punches``
+    whether parts of a file can be given back. ``failed`` is
     called for every write, sync or commit that fails; ``index_full`` says that a commit found no
     room and nothing was dropped since.
     """
@@ -83,6 +84,7 @@ class SsdTier:
         )
         self._io = RecordIo(segments, fs, probe(segments, fs))
         self.io = "direct" if self._io.abilities.direct else "buffered"
+        self.punches = self._io.abilities.punch
         self._closed = False
         self._placing = threading.Lock()
         self._counts = threading.Lock()
@@ -158,6 +160,8 @@ class SsdTier:
         except OSError as error:
             self._failed("write", where.segment, error)
             self._slabs.give_back(where)
+            if error.errno == errno.ENOENT:  # somebody removed the file, and all that was in it
+                self._slabs.forget(where.segment)
             return None
         with self._counts:
             self.data_write_bytes += where.slot_bytes
@@ -273,7 +277,8 @@ class SsdTier:
         finally:
             for where, hole in holes.items():
                 self._slabs.give_back(where, hole=hole)
-        for segment in {where.segment for where in free}:
+        # Of all segments: some may have holes that were punched, but not synced, before a crash.
+        for segment in self._slabs.segments():
             self._io.sync(segment)
         return destroyed
 

@@ -10,6 +10,7 @@ from crash.disk import Points
 
 from kvtier.errors import FormatError
 from kvtier.tiers.entries import ENTRY, KEY_BYTES, Entries, table
+from kvtier.tiers.index import REBUILD_COMMIT_ENTRIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,7 @@ class CrashIndex:
         self.stored = {} if stored is None else stored
         self.lost = False
         self.broken = False
+        self.unfinished = False
         self.doubt: bool | None = None
         self.closed = False
         self.failures = 0
@@ -45,7 +47,7 @@ class CrashIndex:
 
     def entries(self) -> Entries:
         """Return the whole index."""
-        if self.lost or not self._healthy:
+        if self.lost or self.unfinished or not self._healthy:
             raise FormatError("the index cannot be read")
         return table(self.stored[key] for key in sorted(self.stored))
 
@@ -88,6 +90,16 @@ class CrashIndex:
                 self.stored[key] = row.tobytes()
         self._most = max(self._most, len(self.stored))
 
+    def rebuild(self, entries: Sequence[bytes]) -> None:
+        """Replace everything, in several commits; cut short, the index is unreadable."""
+        self.unfinished = True
+        self.points.reach("rebuild begins")
+        self.reset()
+        for start in range(0, len(entries), REBUILD_COMMIT_ENTRIES):
+            self.commit(entries[start : start + REBUILD_COMMIT_ENTRIES], ())
+        self.unfinished = False
+        self.points.reach("rebuild done")
+
     def reset(self) -> None:
         """Start over empty."""
         self.points.reach("reset begins")
@@ -111,6 +123,7 @@ class CrashIndex:
         """Return the index as it is found after a crash."""
         survivor = CrashIndex(Points(), dict(self.stored), entry_bytes=self.entry_bytes)
         survivor.lost = lost
+        survivor.unfinished = self.unfinished
         return survivor
 
     def write_bytes(self) -> int:
