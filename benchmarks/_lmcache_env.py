@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -118,7 +119,8 @@ class Rival:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what it never read
+                    pipe.close()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer; the worker bounds every wait of its own."""

@@ -251,18 +251,11 @@ class Catalog:
                 self._collect(row)
             self.changed.notify_all()
 
-    def evict(self, tier: Tier, count: int, slot_bytes: int | None = None) -> list[int]:
-        """Move up to ``count`` READY, unpinned copies to EVICTING.
-
-        ``slot_bytes`` limits it to copies on the SSD whose slots have this size.
-        """
+    def evict(self, tier: Tier, count: int) -> list[int]:
+        """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first."""
         with self.changed:
-            pins, sizes = self._pins[tier], self._places.slot_bytes
-            fitting = (
-                row
-                for row in self._policies[tier].victims()
-                if not pins[row] and (slot_bytes is None or sizes[row] == slot_bytes)
-            )
+            pins = self._pins[tier]
+            fitting = (row for row in self._policies[tier].victims() if not pins[row])
             return self.take_out(list(islice(fitting, count)), tier)
 
     def take_out(self, rows: Iterable[int], tier: Tier) -> list[int]:

@@ -37,10 +37,10 @@ COMMIT_BATCHES_MAX: Final = 2
 """Written blocks that wait for their commit before the write lane waits, in full batches."""
 USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
-MAKE_ROOM_BLOCKS: Final = 128
-"""Blocks that are given up at once when room is wanted."""
-EVICT_AHEAD: Final = 16
-"""At most one in so many blocks is evicted before its room is needed, to share one commit."""
+AHEAD_BLOCKS_MAX: Final = 128
+"""Room that a full store keeps ahead of its writes, so that evictions share their commits."""
+AHEAD_SHARE: Final = 16
+"""That room is at most one in so many of the blocks stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,39 +245,35 @@ class SsdWriter:
         left = [index for index, where in enumerate(placed) if where is None]
         if left and not self._ssd.room(size):
             # The index grew meanwhile and took the room of fresh slots: evicted ones are enough.
-            self._evict(len(left), size)
+            self._make_room(size, len(left))
             again = self._ssd.store([records[i] for i in left], [payloads[i] for i in left])
             for index, where in zip(left, again, strict=True):
                 placed[index] = where
         return placed
 
     def _make_room(self, size: int, count: int) -> None:
-        """Evict until ``count`` records fit, as far as that is possible.
+        """Evict, least valuable first, until ``count`` records of a slot size fit, if they can.
 
-        Slots of the record's own size first: they are reused in place. Only if there are too few of
-        them are blocks of other sizes given up.
+        Slots of that size are reused in place; those of others give their disk back, one by one or
+        by whole segments.
         """
         if self._ssd.index_full:
-            self._evict(max(count, self._ahead()), None)
+            self._evict(max(count, self._ahead()))
         while self._ssd.over_limit():
             self._ssd.trim()
-            if self._ssd.over_limit() and not self._evict(1, None):
+            if self._ssd.over_limit() and not self._evict(1):
                 break
-        missing = count - self._ssd.room(size)
-        if missing > 0:
-            self._ssd.reclaim(size, count)
-            missing = count - self._ssd.room(size)
-        if missing > 0:
+        self._ssd.reclaim(size, count)
+        if self._ssd.room(size) < count:
             self._full = True
-            self._evict(max(missing, self._ahead()), size)
-        # Where slots can be given back one by one, other sizes make room for the whole batch.
-        enough = count if self._ssd.punches else 1
-        while self._ssd.room(size) < enough and self._evict(MAKE_ROOM_BLOCKS, None):
+            self._evict(self._ahead())
+            self._ssd.reclaim(size, count)
+        while (missing := count - self._ssd.room(size)) > 0 and self._evict(missing):
             self._ssd.reclaim(size, count)
 
-    def _evict(self, count: int, slot_bytes: int | None) -> int:
-        """Evict up to ``count`` blocks, of one slot size or any; returns how many went."""
-        return len(self._remove(self._catalog.evict(Tier.SSD, count, slot_bytes), "evicted"))
+    def _evict(self, count: int) -> int:
+        """Evict up to ``count`` blocks; returns how many went."""
+        return len(self._remove(self._catalog.evict(Tier.SSD, count), "evicted"))
 
     def _remove(self, rows: list[int], why: str) -> list[int]:
         """Drop rows that are EVICTING; returns them, or none if the index refused."""
@@ -296,7 +292,7 @@ class SsdWriter:
             self._metrics.add(f"{how}_blocks_ssd", len(rows))
 
     def _ahead(self) -> int:
-        return min(self._catalog.ready(Tier.SSD) // EVICT_AHEAD, MAKE_ROOM_BLOCKS)
+        return min(self._catalog.ready(Tier.SSD) // AHEAD_SHARE, AHEAD_BLOCKS_MAX)
 
     def _purge(self, select: Callable[[], Sequence[int]]) -> Purged:
         with self._work:
@@ -331,10 +327,13 @@ class SsdWriter:
     def _commit(self, writes: Sequence[PendingWrite], placed: Sequence[Location | None]) -> None:
         records = [write.record for write in writes]
         uses = self._catalog.uses(USES_PER_COMMIT_MAX)
-        rows = self._victims_ahead(self._ssd.slot_bytes(records[0]))
+        size = self._ssd.slot_bytes(records[0])
+        rows = self._victims_ahead(size)
         gone = [(self._catalog.id(row), self._catalog.location(row, Tier.SSD)) for row in rows]
         durable, committed = self._ssd.publish(records, placed, uses, gone)
         self._end(rows, "evicted" if committed else "keep")
+        if rows:
+            self._ssd.reclaim(size, self._ahead())
         for write, where in zip(writes, durable, strict=True):
             if where is None:
                 self._catalog.end(write.row, Tier.SSD, "abort")
@@ -347,7 +346,7 @@ class SsdWriter:
     def _victims_ahead(self, size: int) -> list[int]:
         """Take out blocks whose room the next writes of a full store want, with this commit."""
         missing = self._ahead() - self._ssd.room(size) if self._full else 0
-        return self._catalog.evict(Tier.SSD, missing, size) if missing > 0 else []
+        return self._catalog.evict(Tier.SSD, missing) if missing > 0 else []
 
     def write_uses(self) -> None:
         """Make hits and last uses durable that no commit took along; for closing."""

@@ -208,7 +208,7 @@ def assert_sound(store: kvtier.Store) -> None:
     assert store.check() == []
     assert store.stats()["pins"] == 0
     # An empty store has its directories, a spec and an empty index, whatever its budget.
-    assert disk_bytes(store.path) <= max(store.config.ssd_bytes, 128 << 10)
+    assert disk_bytes(store.path) <= max(store.config.ssd_bytes, 160 << 10)
 
 
 def settle(store: kvtier.Store) -> None:
@@ -609,6 +609,6 @@ def tiny_budget(blocks: int, per_segment: int = 6) -> dict[str, int]:
     segments = -(-blocks // per_segment)
     data = blocks * SLOT_BYTES + segments * SEGMENT_METADATA_BYTES
     return {
-        "ssd_bytes": INDEX_COMMIT_BYTES_MAX + OTHER_BYTES + (64 << 10) + data,
+        "ssd_bytes": INDEX_COMMIT_BYTES_MAX + OTHER_BYTES + (96 << 10) + data,
         "segment_bytes_max": per_segment * SLOT_BYTES + PAGE_BYTES,
     }

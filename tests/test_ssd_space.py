@@ -230,7 +230,7 @@ def test_uses_survive_a_restart(open_store: Open) -> None:
     assert [hits[digest] for digest in prompt_keys(4, seed=1).hashes] == [1] * 4
     assert [hits[digest] for digest in prompt_keys(4, seed=2).hashes] == [0] * 4
     store = open_store(host_bytes=0, **budget)
-    put(store, prompt_keys(6, seed=3))
+    put(store, prompt_keys(9, seed=3))
     assert store.lookup(prompt_keys(4, seed=1)).stored > store.lookup(prompt_keys(4, seed=2)).stored
 
 

@@ -167,10 +167,6 @@ def test_a_lost_index_is_rebuilt(damaged: dict[Any, Any], how: str) -> None:
     assert damaged[how] == [8, 8, 8, 8]
 
 
-@pytest.mark.xfail(
-    strict=False,  # which pages LMDB trips over depends on its version
-    reason="LMDB aborts on some damaged pages: the index is not yet read by another process first",
-)
 def test_flipped_bytes_of_the_index_are_never_wrong_bytes(open_store: Open) -> None:
     """Any flipped byte of the index costs at most blocks: no wrong bytes, no dead process."""
     store = on_disk(open_store, prompts=3)

@@ -120,12 +120,12 @@ class LmdbIndex:
         self._written_before = 0
         self._closed = False
         self._restart = threading.Lock()
-        # Not its parents: a store that was removed must not come back as an index alone.
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
         self._link = self._linked()
 
     def _linked(self) -> Link:
+        # Not its parents: a store that was removed must not come back as an index alone.
+        with suppress(FileExistsError):
+            os.mkdir(self._path, 0o700)
         return Link(
             self._path, self._bytes_max, lock_fd=self._lock_fd, reply_s_max=self._reply_s_max
         )

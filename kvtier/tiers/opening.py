@@ -105,14 +105,16 @@ def reclaim(
     Whole segments first; parts of them only where the file system can. Slots of size
     ``other_than`` are left alone: they are reused in place.
     """
+    if enough():
+        return
     for segment in slabs.empty_segments(other_than):
-        if enough():
-            return
         slabs.forget(segment)
         try:
             io.unlink(segment)
         except OSError as error:
             log.warning("segment %016x could not be removed: %s", segment, error)
+        if enough():
+            return
     while io.abilities.punch and not enough():
         taken = slabs.take_free(RECLAIM_SLOTS, other_than)
         if not taken:

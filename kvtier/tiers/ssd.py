@@ -145,10 +145,13 @@ class SsdTier:
                 raise ValueError(
                     f"block {record.id}: {payload.nbytes} bytes, {record.payload_bytes} wanted"
                 )
-        return list(self._lane.map(self._store_one, records, payloads))
+        # Slots are taken in order, so that a prompt's blocks lie side by side.
+        taken = [self._take(slot_bytes(record)) for record in records]
+        return list(self._lane.map(self._store_one, records, payloads, taken))
 
-    def _store_one(self, record: Record, payload: memoryview) -> Location | None:
-        where = self._take(slot_bytes(record))
+    def _store_one(
+        self, record: Record, payload: memoryview, where: Location | None
+    ) -> Location | None:
         if where is None:
             return None
         digests = part_digests(record.part_bytes, payload)
