@@ -38,7 +38,9 @@ JOIN_S_MAX: Final = 30.0
 
 HOP_BYTES: Final = 4 << 20
 """What one hop to a read lane brings: a prefetch of small blocks takes several at once."""
-RUNS_PER_READ: Final = 2
+THREADS_PER_READ: Final = 2
+"""Threads for each read that may be in flight: some verify while others read."""
+RUNS_PER_READ: Final = 3
 """Hops that a prefetch has begun, for each read that may be in flight."""
 
 
@@ -106,7 +108,8 @@ class Prefetcher:
         self._reads: dict[BlockId, _Read] = {}
         self._last_done = dict.fromkeys((Tier.HOST, Tier.SSD), float("-inf"))
         lane = concurrent.futures.ThreadPoolExecutor
-        self._read_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-read")
+        threads = THREADS_PER_READ * loads_inflight_max
+        self._read_lane = lane(threads, thread_name_prefix="kvtier-read")
         self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
         self._load_run = wrap(self._load_all)
         self._write_block = wrap(write_block)

@@ -1,7 +1,7 @@
 """The only one who changes what the SSD holds: writes, evictions, damage, purges.
 
-Two lanes make a group commit: the write lane makes room and writes data, the commit lane makes
-durable and visible whatever has been written by then, while the write lane goes on.
+Two lanes make a group commit: the write lane makes room and starts writes, the commit lane makes
+durable and visible whatever has been written by then, while the others go on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ __all__ = ["PendingWrite", "Purged", "SsdWriter"]
 log = logging.getLogger(__name__)
 
 COMMIT_BATCHES_MAX: Final = 2
-"""Written blocks that wait for their commit before the write lane waits, in full batches."""
+"""Blocks being written or waiting for their commit before the write lane waits, in batches."""
+GROUP_BYTES_MIN: Final = 32 << 20
+"""What a commit waits for, unless nothing is being written any more: a sync costs as much time."""
 USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
 AHEAD_BLOCKS_MAX: Final = 128
 """Room that a full store keeps ahead of its writes, so that evictions share their commits."""
-AHEAD_SHARE: Final = 16
+AHEAD_SHARE: Final = 8
 """That room is at most one in so many of the blocks stored."""
 
 
@@ -85,7 +87,7 @@ class SsdWriter:
         self._mover: Mover
         self._work = threading.Condition()
         self._writes: deque[PendingWrite] = deque()
-        self._commits: deque[tuple[list[PendingWrite], list[Location | None]]] = deque()
+        self._commits: deque[tuple[PendingWrite, Future[Location | None]]] = deque()
         self._committing = False
         self._full = False  # writes have had to evict: some room is kept ahead of them
         self._written = False  # the write lane has ended: nothing more comes to be committed
@@ -157,7 +159,7 @@ class SsdWriter:
         for lane in self._lanes:
             lane.join()
         with self._work:
-            left = [*self._writes, *(write for new, _ in self._commits for write in new)]
+            left = [*self._writes, *(write for write, _ in self._commits)]
             self._writes.clear()
             self._commits.clear()
         for write in left:
@@ -191,8 +193,7 @@ class SsdWriter:
         return bool(may_write or self._damaged or self._chores or self._closing or self._broken)
 
     def _commit_room(self) -> int:
-        waiting = sum(len(new) for new, _ in self._commits)
-        return max(COMMIT_BATCHES_MAX * self._batch_blocks_max - waiting, 0)
+        return max(COMMIT_BATCHES_MAX * self._batch_blocks_max - len(self._commits), 0)
 
     def _drop(self, gone: Sequence[tuple[BlockId, Location]]) -> bool:
         try:
@@ -221,10 +222,25 @@ class SsdWriter:
                 new.append(write)
         if not new:
             return
-        placed = self._place(new)
+        places = self._place([write.record for write in new])
+        started = []
+        for write, where in zip(new, places, strict=True):
+            if where is None:
+                self._catalog.end(write.row, Tier.SSD, "abort")
+                write.done(None)
+            else:
+                payload = self._mover.payload(write.row)
+                started.append((write, self._ssd.store(write.record, payload, where)))
         with self._work:
-            self._commits.append((new, placed))
+            self._commits.extend(started)
             self._work.notify_all()
+        for _, stored in started:
+            stored.add_done_callback(self._stored)
+
+    def _stored(self, _: Future[Location | None]) -> None:
+        with self._work:
+            if self._stored_blocks():
+                self._work.notify_all()
 
     def _affordable(self, record: Record) -> bool:
         """Whether the write budget allows a block; a short one only what comes a second time."""
@@ -236,20 +252,17 @@ class SsdWriter:
             log.warning("the write budget could not be saved, nothing is written: %s", error)
             return False
 
-    def _place(self, new: Sequence[PendingWrite]) -> list[Location | None]:
-        records = [write.record for write in new]
-        payloads = [self._mover.payload(write.row) for write in new]
+    def _place(self, records: Sequence[Record]) -> list[Location | None]:
         size = self._ssd.slot_bytes(records[0])
         self._make_room(size, len(records))
-        placed = self._ssd.store(records, payloads)
-        left = [index for index, where in enumerate(placed) if where is None]
-        if left and not self._ssd.room(size):
+        places = self._ssd.place(records)
+        left = [index for index, where in enumerate(places) if where is None]
+        if left:
             # The index grew meanwhile and took the room of fresh slots: evicted ones are enough.
             self._make_room(size, len(left))
-            again = self._ssd.store([records[i] for i in left], [payloads[i] for i in left])
-            for index, where in zip(left, again, strict=True):
-                placed[index] = where
-        return placed
+            for index, where in zip(left, self._ssd.place([records[i] for i in left]), strict=True):
+                places[index] = where
+        return places
 
     def _make_room(self, size: int, count: int) -> None:
         """Evict, least valuable first, until ``count`` records of a slot size fit, if they can.
@@ -309,20 +322,31 @@ class SsdWriter:
 
     def _commit_next(self) -> bool:
         with self._work:
-            self._work.wait_for(lambda: self._commits or self._written or self._broken)
+            self._work.wait_for(
+                lambda: (
+                    self._stored_blocks() or (self._written and not self._commits) or self._broken
+                )
+            )
             if self._broken or not self._commits:
                 return False
-            batches = list(self._commits)
-            self._commits.clear()
+            batch = [self._commits.popleft() for _ in range(self._stored_blocks())]
             self._committing = True
             self._work.notify_all()
-        writes = [write for new, _ in batches for write in new]
-        placed = [where for _, locations in batches for where in locations]
-        self._commit(writes, placed)
+        self._commit([write for write, _ in batch], [stored.result() for _, stored in batch])
         with self._work:
             self._committing = False
             self._work.notify_all()
         return True
+
+    def _stored_blocks(self) -> int:
+        """Return how many blocks are worth a commit now: all, or enough of those in flight."""
+        stored = nbytes = 0
+        for write, future in self._commits:
+            if not future.done():
+                return stored if nbytes >= GROUP_BYTES_MIN else 0
+            stored += 1
+            nbytes += write.record.payload_bytes
+        return stored
 
     def _commit(self, writes: Sequence[PendingWrite], placed: Sequence[Location | None]) -> None:
         records = [write.record for write in writes]

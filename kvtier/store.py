@@ -164,6 +164,7 @@ class Store(StoreView):
                 limit_bytes=config.ssd_bytes,
                 segment_bytes_max=config.segment_bytes_max,
                 segments_max=config.segments_max,
+                reads_inflight_max=config.loads_inflight_max,
                 writes_inflight_max=config.writes_inflight_max,
                 integrity_key=config.integrity_key,
                 failed=lambda: metrics.add("ssd_write_errors"),

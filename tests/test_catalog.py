@@ -314,17 +314,6 @@ def test_an_eviction_that_failed_is_undone() -> None:
     assert catalog.evict(Tier.SSD, 2) == [rows[1], rows[0]]
 
 
-def test_only_slots_of_the_size_asked_for_are_evicted() -> None:
-    """A victim whose slot is of no use is left alone."""
-    catalog = Catalog(Lru)
-    small = catalog.begin(block(1), Tier.SSD, "write")
-    catalog.commit(small, Tier.SSD, Location(1, 0, 8192))
-    large = catalog.begin(block(2), Tier.SSD, "write")
-    catalog.commit(large, Tier.SSD, Location(2, 0, 16384))
-    assert catalog.evict(Tier.SSD, 5, 16384) == [large]
-    assert catalog.state(small, Tier.SSD) is CopyState.READY
-
-
 def test_chosen_rows_are_taken_out() -> None:
     """Of the rows named, those that are READY and unpinned leave; the others stay as they are."""
     catalog = Catalog(Lru)

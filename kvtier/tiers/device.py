@@ -26,6 +26,10 @@ class KVSlots(Protocol):
     ``parts(block)`` returns the block's tensors in the record's byte order (layer by layer, K then
     V), each of the shape that ``layout.tensors`` gives; strides are free except that the last axis
     is contiguous. The tensors must stay valid until the copy that uses them is done.
+
+    Slots in CPU memory may also have ``arrays(block)``: numpy arrays of unsigned integers of the
+    values' width whose elements, one array after the other in row-major order, are the block. The
+    fewer and larger they are, the less a copy costs.
     """
 
     @property
@@ -59,16 +63,19 @@ class TensorSlots:
 
     @classmethod
     def empty(cls, spec: KVSpec, blocks: int, device: str = "cpu") -> TensorSlots:
-        """Allocate zeroed slots for ``blocks`` blocks of ``spec``."""
+        """Allocate zeroed slots for ``blocks`` blocks of ``spec``, in one piece if alike."""
         import torch
 
-        layout = spec.block_layout
-        tensors = []
+        layout, shapes = spec.block_layout, []
         for part in layout.tensors:
             shape = list(part.shape)
             shape[1 if layout.order == "hnd" else 0] *= blocks
-            tensors.append(torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device))
-        return cls(layout, tensors)
+            shapes.append(shape)
+        dtype = getattr(torch, layout.dtype)
+        if all(shape == shapes[0] for shape in shapes):
+            whole = torch.zeros([len(shapes), *shapes[0]], dtype=dtype, device=device)
+            return cls(layout, whole.unbind(0))
+        return cls(layout, [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes])
 
     @property
     def layout(self) -> BlockLayout:
@@ -99,12 +106,13 @@ class TensorSlots:
                 return None
             for _ in _tensors(self, block):  # raises if shapes or dtypes do not fit
                 pass
-            self._arrays = [_as_numpy(tensor) for tensor in self._tensors]
+            whole = _in_one_piece(self._tensors)
+            each = self._tensors if whole is None else [whole]
+            self._arrays = [_as_numpy(tensor) for tensor in each]
         tokens = self._layout.block_tokens
-        start, stop = block * tokens, (block + 1) * tokens
-        if self._axis:
-            return [array[:, start:stop] for array in self._arrays]
-        return [array[start:stop] for array in self._arrays]
+        part = slice(block * tokens, (block + 1) * tokens)
+        index = (..., part, slice(None)) if self._axis else (..., part, slice(None), slice(None))
+        return [array[index] for array in self._arrays]
 
     def _check(self, block: int) -> None:
         tokens = self._layout.block_tokens
@@ -124,12 +132,12 @@ def check_slots(slots: KVSlots, layout: BlockLayout) -> None:
 
 def read_block(slots: KVSlots, block: int, into: memoryview) -> None:
     """Copy a block from the engine's tensors into ``into`` (the payload's bytes)."""
-    places = _places(slots.layout, into)
     arrays = _arrays(slots, block)
     if arrays is not None:
-        for array, flat in zip(arrays, places, strict=True):
+        for array, flat in zip(arrays, _cut(arrays, slots.layout, into), strict=True):
             np.copyto(flat, array)
         return
+    places = _places(slots.layout, into)
     for tensor, flat in zip(_tensors(slots, block), places, strict=True):
         if tensor.device.type == "cpu":
             np.copyto(flat, _as_numpy(tensor))
@@ -143,12 +151,12 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
     On CUDA the copies are queued on the current stream and waited for; the caller runs this on a
     thread of its own, under a side stream.
     """
-    places = _places(slots.layout, source)
     arrays = _arrays(slots, block)
     if arrays is not None:
-        for array, flat in zip(arrays, places, strict=True):
+        for array, flat in zip(arrays, _cut(arrays, slots.layout, source), strict=True):
             np.copyto(array, flat)
         return
+    places = _places(slots.layout, source)
     device = slots.device
     for tensor, flat in zip(_tensors(slots, block), places, strict=True):
         if tensor.device.type == "cpu":
@@ -164,6 +172,40 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
 def _arrays(slots: KVSlots, block: int) -> Sequence[np.ndarray[Any, Any]] | None:
     give = getattr(slots, "arrays", None)
     return None if give is None else give(block)
+
+
+def _cut(
+    arrays: Sequence[np.ndarray[Any, Any]], layout: BlockLayout, payload: memoryview
+) -> list[np.ndarray[Any, Any]]:
+    """Return the payload in pieces of the arrays' shapes; ``SpecMismatch`` if they leave a rest."""
+    carrier = np.frombuffer(payload, dtype=f"u{layout.itemsize}")
+    if sum(array.size for array in arrays) != carrier.size:
+        raise SpecMismatch(
+            f"arrays: {[array.shape for array in arrays]} given, a block has {carrier.size} values"
+        )
+    pieces, start = [], 0
+    for array in arrays:
+        pieces.append(carrier[start : start + array.size].reshape(array.shape))
+        start += array.size
+    return pieces
+
+
+def _in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors that lie in one memory at equal distances as a single one, or None."""
+    first = tensors[0]
+    storage = first.untyped_storage().data_ptr()
+    offsets = [tensor.storage_offset() for tensor in tensors]
+    step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+    alike = all(
+        tensor.untyped_storage().data_ptr() == storage
+        and tensor.shape == first.shape
+        and tensor.stride() == first.stride()
+        and offset == offsets[0] + index * step
+        for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True))
+    )
+    if not alike or step < 0:
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), offsets[0])
 
 
 def _places(layout: BlockLayout, payload: memoryview) -> list[np.ndarray[Any, Any]]:

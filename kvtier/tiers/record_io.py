@@ -31,6 +31,8 @@ __all__ = ["Abilities", "RecordIo", "probe", "probe_reads"]
 
 log = logging.getLogger(__name__)
 
+READS_INFLIGHT_MAX: Final = 4
+WRITES_INFLIGHT_MAX: Final = 4
 _PROBE: Final = "probe.new"
 _ZERO_BYTES: Final = 1 << 20
 """How much of a slot is overwritten with zeros at once where holes cannot be punched."""
@@ -102,9 +104,22 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 
 class RecordIo:
-    """Slots of the segment files in ``directory``; thread-safe. Errors are ``OSError``."""
+    """Slots of the segment files in ``directory``; thread-safe. Errors are ``OSError``.
 
-    def __init__(self, directory: int, fs: FileSystem, abilities: Abilities) -> None:
+    At most so many reads and so many writes are under way at once, however many threads there are:
+    one that computes checksums leaves the disk to the others.
+    """
+
+    def __init__(
+        self,
+        directory: int,
+        fs: FileSystem,
+        abilities: Abilities,
+        reads_inflight_max: int = READS_INFLIGHT_MAX,
+        writes_inflight_max: int = WRITES_INFLIGHT_MAX,
+    ) -> None:
+        self._reads = threading.BoundedSemaphore(reads_inflight_max)
+        self._writes = threading.BoundedSemaphore(writes_inflight_max)
         self._directory = directory
         self._fs = fs
         self.abilities = abilities
@@ -130,7 +145,10 @@ class RecordIo:
         pieces = [header, target[:whole]] + ([last] if rest else [])
         fd = self._open(where.segment, write=False)
         try:
-            count = self._fs.read(fd, [piece for piece in pieces if piece], record_offset(where))
+            with self._reads:
+                count = self._fs.read(
+                    fd, [piece for piece in pieces if piece], record_offset(where)
+                )
             if not self.abilities.direct:
                 self._fs.evict_cache(fd, record_offset(where), where.slot_bytes)
         finally:
@@ -158,7 +176,8 @@ class RecordIo:
     def _write(self, where: Location, pieces: Sequence[memoryview]) -> None:
         fd = self._open(where.segment, write=True)
         try:
-            self._fs.write(fd, pieces, record_offset(where))
+            with self._writes:
+                self._fs.write(fd, pieces, record_offset(where))
         finally:
             self._fs.close(fd)
 

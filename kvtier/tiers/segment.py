@@ -5,8 +5,10 @@ from __future__ import annotations
 import hmac
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import xxhash
 
 from kvtier.errors import FormatError
@@ -14,6 +16,8 @@ from kvtier.tiers.base import BlockId, Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvtier.layout import PartShape
 
 __all__ = [
     "FORMAT_VERSION",
@@ -29,6 +33,7 @@ __all__ = [
     "header_tag",
     "keyed_tag",
     "part_digests",
+    "read_digests",
     "slot_bytes",
 ]
 
@@ -44,6 +49,18 @@ _RECORD_MAGIC: Final = b"KVTBLK\r\n"
 _PREFIX: Final = struct.Struct("<8sII16s")  # magic, version, header bytes, checksum
 _FIXED: Final = struct.Struct("<32s32s32s32s32sQHHIQQiIQ16x")
 _PART: Final = struct.Struct("<QQII8I8x")
+_PARTS: Final = np.dtype(
+    [
+        ("bytes", "<u8"),
+        ("digest", "<u8"),
+        ("layer", "<u4"),
+        ("tensors", "<u4"),
+        ("dims", "<u4", (8,)),
+        ("zero", "V8"),
+    ]
+)
+"""``_PART`` as rows of a table."""
+PartTable = np.ndarray[Any, np.dtype[np.void]]
 _CHECKSUM: Final = slice(16, 32)
 _TAG: Final = slice(96, 128)
 _TABLE_OFFSET: Final = _PREFIX.size + _FIXED.size
@@ -152,15 +169,25 @@ def encode_header(record: Record, digests: Sequence[int], tag: bytes = _NO_TAG) 
         0,
         record.expiry_ns,
     )
-    for layer, (nbytes, digest, shape) in enumerate(
-        zip(record.part_bytes, digests, record.shapes, strict=True)
-    ):
-        dims = [value for pair in shape for value in pair]
-        dims += [0] * (2 * _TENSORS_MAX - len(dims))
-        offset = _TABLE_OFFSET + layer * _PART.size
-        _PART.pack_into(page, offset, nbytes, digest, layer, len(shape), *dims)
+    table = _part_table(record.part_bytes, record.shapes).copy()
+    if len(digests) != len(table):
+        raise ValueError(f"{len(digests)} digests for {len(table)} parts")
+    table["digest"] = digests
+    page[_TABLE_OFFSET : _TABLE_OFFSET + table.nbytes] = table.tobytes()
     page[_CHECKSUM] = xxhash.xxh3_128_digest(page)
     return bytes(page)
+
+
+@lru_cache(maxsize=64)
+def _part_table(part_bytes: tuple[int, ...], shapes: tuple[PartShape, ...]) -> PartTable:
+    """Return the part table of all records of one layout, without digests."""
+    table = np.zeros(len(part_bytes), dtype=_PARTS)
+    table["bytes"] = part_bytes
+    table["layer"] = np.arange(len(part_bytes))
+    for row, shape in zip(table, shapes, strict=True):
+        row["tensors"] = len(shape)
+        row["dims"][: 2 * len(shape)] = [value for pair in shape for value in pair]
+    return table
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Record, list[int]]:
@@ -169,6 +196,31 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Record, list[in
     Everything is verified (checksum, sizes, padding) before a number is used; ``FormatError`` says
     what is wrong.
     """
+    return _decode_fields(_checked(data))
+
+
+def read_digests(
+    data: bytes | bytearray | memoryview,
+) -> tuple[BlockId, tuple[int, ...], list[int]]:
+    """Decode what a read needs of a header: whose it is, its parts' bytes and their checksums.
+
+    Verified as by ``decode_header``, which takes several times as long; ``FormatError`` says what
+    is wrong.
+    """
+    page = _checked(data)
+    fields = _FIXED.unpack_from(page, _PREFIX.size)
+    namespace, block, parts, payload = fields[0], fields[3], fields[8], fields[9]
+    if not 1 <= parts <= (len(page) - _TABLE_OFFSET) // _PARTS.itemsize:
+        raise FormatError(f"record header says it has {parts} parts")
+    table = np.frombuffer(page, _PARTS, parts, _TABLE_OFFSET)
+    sizes: list[int] = table["bytes"].tolist()
+    if sum(sizes) != payload:
+        raise FormatError(f"parts of {sum(sizes)} bytes in a payload of {payload}")
+    return BlockId(namespace, block), tuple(sizes), table["digest"].tolist()
+
+
+def _checked(data: bytes | bytearray | memoryview) -> bytearray:
+    """Return a header, with its checksum zeroed, whose size and checksum are right."""
     page = bytearray(data)
     if len(page) < PAGE_BYTES:
         raise FormatError(f"record header of {len(page)} bytes")
@@ -184,7 +236,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Record, list[in
     page[_CHECKSUM] = bytes(16)
     if xxhash.xxh3_128_digest(page) != checksum:
         raise FormatError("record header fails its checksum")
-    return _decode_fields(page)
+    return page
 
 
 def _decode_fields(page: bytearray) -> tuple[Record, list[int]]:

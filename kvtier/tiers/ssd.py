@@ -1,7 +1,7 @@
 """The SSD tier: slab segments of fixed slots, an index, and one order of commits.
 
 Bytes before pointers: data, fdatasync, (directory fsync for a new segment), index commit, visible.
-``store`` writes data with several writes in flight; ``publish`` makes any number of them durable
+``store`` writes data, several records at once; ``publish`` makes any number of them durable
 and visible with one sync per touched segment and one index commit, while the next ones are being
 written. ``write`` is both. All of it may be called from any thread.
 """
@@ -20,7 +20,12 @@ from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 from kvtier.tiers.entries import Entries, entry_of, table
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.opening import reclaim, recover
-from kvtier.tiers.record_io import RecordIo, probe
+from kvtier.tiers.record_io import (
+    READS_INFLIGHT_MAX,
+    WRITES_INFLIGHT_MAX,
+    RecordIo,
+    probe,
+)
 from kvtier.tiers.scan import find_segments, scan_headers
 from kvtier.tiers.segment import encode_header, keyed_tag, part_digests, slot_bytes
 from kvtier.tiers.slabs import Slabs
@@ -39,8 +44,8 @@ log = logging.getLogger(__name__)
 SEGMENTS_MAX: Final = 1 << 16
 """Segment files of one store."""
 FREE_SLOTS_MAX: Final = 1 << 31
-WRITES_INFLIGHT_MAX: Final = 4
-"""Records being written at once."""
+THREADS_PER_WRITE: Final = 2
+"""Threads for each write that may be in flight: some compute checksums while others write."""
 
 
 class SsdTier:
@@ -64,6 +69,7 @@ class SsdTier:
         limit_bytes: int,
         segment_bytes_max: int,
         segments_max: int = SEGMENTS_MAX,
+        reads_inflight_max: int = READS_INFLIGHT_MAX,
         writes_inflight_max: int = WRITES_INFLIGHT_MAX,
         integrity_key: bytes = b"",
         now_ns: Callable[[], int] = time.time_ns,
@@ -82,7 +88,9 @@ class SsdTier:
             index_bytes=index.disk_bytes,
             now_ns=now_ns,
         )
-        self._io = RecordIo(segments, fs, probe(segments, fs))
+        self._io = RecordIo(
+            segments, fs, probe(segments, fs), reads_inflight_max, writes_inflight_max
+        )
         self.io = "direct" if self._io.abilities.direct else "buffered"
         self.punches = self._io.abilities.punch
         self._closed = False
@@ -97,7 +105,7 @@ class SsdTier:
         self.entries: Entries = recover(found, index, self._slabs, self._io, scan)
         self._ledger = Ledger(index, self._slabs, scan)
         self._lane = concurrent.futures.ThreadPoolExecutor(
-            writes_inflight_max, thread_name_prefix="kvtier-ssd"
+            THREADS_PER_WRITE * writes_inflight_max, thread_name_prefix="kvtier-ssd"
         )
 
     def take_entries(self) -> Entries:
@@ -134,26 +142,34 @@ class SsdTier:
         self, records: Sequence[Record], payloads: Sequence[memoryview]
     ) -> list[Location | None]:
         """Store blocks durably; None where there was no room or the disk failed."""
-        return self.publish(records, self.store(records, payloads))[0]
+        for record, payload in zip(records, payloads, strict=True):
+            _check_size(record, payload)
+        places = self.place(records)
+        started = [
+            None if where is None else self.store(record, payload, where)
+            for record, payload, where in zip(records, payloads, places, strict=True)
+        ]
+        written = [None if future is None else future.result() for future in started]
+        return self.publish(records, written)[0]
+
+    def place(self, records: Sequence[Record]) -> list[Location | None]:
+        """Take a slot for each record, in order, so that a prompt's blocks lie side by side.
+
+        None where there is no room. Every slot must be stored into.
+        """
+        return [self._take(slot_bytes(record)) for record in records]
 
     def store(
-        self, records: Sequence[Record], payloads: Sequence[memoryview]
-    ) -> list[Location | None]:
-        """Write blocks' bytes; they are neither durable nor visible until ``publish``."""
-        for record, payload in zip(records, payloads, strict=True):
-            if payload.nbytes != record.payload_bytes:
-                raise ValueError(
-                    f"block {record.id}: {payload.nbytes} bytes, {record.payload_bytes} wanted"
-                )
-        # Slots are taken in order, so that a prompt's blocks lie side by side.
-        taken = [self._take(slot_bytes(record)) for record in records]
-        return list(self._lane.map(self._store_one, records, payloads, taken))
+        self, record: Record, payload: memoryview, where: Location
+    ) -> concurrent.futures.Future[Location | None]:
+        """Write a block's bytes, soon; they are neither durable nor visible until ``publish``.
 
-    def _store_one(
-        self, record: Record, payload: memoryview, where: Location | None
-    ) -> Location | None:
-        if where is None:
-            return None
+        The result is its place, or None if the disk failed, and the slot is free again.
+        """
+        _check_size(record, payload)
+        return self._lane.submit(self._store_one, record, payload, where)
+
+    def _store_one(self, record: Record, payload: memoryview, where: Location) -> Location | None:
         digests = part_digests(record.part_bytes, payload)
         header = encode_header(record, digests)
         if self._key:
@@ -310,3 +326,10 @@ class SsdTier:
             # A write that hangs must not hang the one who closes.
             self._lane.shutdown(wait=False, cancel_futures=True)
             self._index.close()
+
+
+def _check_size(record: Record, payload: memoryview) -> None:
+    if payload.nbytes != record.payload_bytes:
+        raise ValueError(
+            f"block {record.id}: {payload.nbytes} bytes, {record.payload_bytes} wanted"
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location, ReadResult
-from kvtier.tiers.segment import decode_header, header_tag, keyed_tag, part_digests
+from kvtier.tiers.segment import header_tag, keyed_tag, part_digests, read_digests
 
 if TYPE_CHECKING:
     from kvtier.tiers.record_io import RecordIo
@@ -40,12 +40,12 @@ def read_record(
 def _fault(block: BlockId, header: memoryview, payload: memoryview, key: bytes) -> str:
     """Return what is wrong with a record, in words; empty if it is the block's."""
     try:
-        record, digests = decode_header(header)
+        found, part_bytes, digests = read_digests(header)
     except FormatError as error:
         return f"is damaged: {error}"
-    if record.id != block or record.payload_bytes != payload.nbytes:
+    if found != block or sum(part_bytes) != payload.nbytes:
         return "is not there: its slot holds another block"
-    if part_digests(record.part_bytes, payload) != digests:
+    if part_digests(part_bytes, payload) != digests:
         return "is damaged: a part fails its checksum"
     if key and not hmac.compare_digest(keyed_tag(key, header, payload), header_tag(header)):
         return "was not written with this store's integrity_key"
