@@ -178,6 +178,10 @@ class SsdWriter:
             self._damaged.clear()
             chores = [self._chores.popleft() for _ in range(len(self._chores))]
             count = min(len(self._writes), self._batch_blocks_max, self._commit_room())
+            if count and self._full:
+                # Rather a few blocks at once than a wait for an eviction of its own.
+                size = self._ssd.slot_bytes(self._writes[0].record)
+                count = min(count, max(self._ssd.room(size), 1))
             batch = [self._writes.popleft() for _ in range(count)]
         # Damaged records go first: a block of the batch may be one of them, stored anew.
         if damaged:
