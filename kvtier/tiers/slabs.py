@@ -146,9 +146,14 @@ class Slabs:
             return self._used()
 
     def excess_bytes(self) -> int:
-        """Return by how much data and index, with what a commit may add, are over the limit."""
+        """Return by how much data and index are over the limit."""
         with self._lock:
-            return max(-self._fresh_room(), 0)
+            return max(self._used() - self.limit_bytes, 0)
+
+    def may_commit(self) -> bool:
+        """Whether the limit holds whatever the next commit may add to the index."""
+        with self._lock:
+            return self._fresh_room() >= 0
 
     def blocks(self) -> int:
         """Return how many slots hold a block."""

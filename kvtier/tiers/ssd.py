@@ -126,7 +126,7 @@ class SsdTier:
 
     def over_limit(self) -> bool:
         """Whether the next index commit might exceed the limit: the index has grown."""
-        return self._slabs.excess_bytes() > 0
+        return not self._slabs.may_commit()
 
     def reclaim(self, size: int, count: int) -> None:
         """Give disk back, of slots of other sizes that hold nothing, so that ``count`` fit."""
