@@ -39,6 +39,8 @@ GROUP_BYTES_MIN: Final = 32 << 20
 """What a commit waits for, unless nothing is being written any more: a sync costs as much time."""
 USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
+FULL_INDEX_BLOCKS: Final = 8
+"""Blocks evicted for each batch that meets a full index: removing many at once needs room in it."""
 AHEAD_BLOCKS_MAX: Final = 128
 """Room that a full store keeps ahead of its writes, so that evictions share their commits."""
 AHEAD_SHARE: Final = 8
@@ -275,7 +277,7 @@ class SsdWriter:
         by whole segments.
         """
         if self._ssd.index_full:
-            self._evict(max(count, self._ahead()))
+            self._evict(FULL_INDEX_BLOCKS)
         while self._ssd.over_limit():
             self._ssd.trim()
             if self._ssd.over_limit() and not self._evict(1):

@@ -2,12 +2,12 @@
 
 Where the file system allows it, slots bypass the page cache (O_DIRECT): the bytes go between disk
 and the caller's buffer without a copy. That needs page-aligned addresses and whole pages, so the
-header and the last part of a page of a payload go through a small buffer of the thread's own, and a
-payload that lies unaligned through a temporary one.
+header and the last part of a page of a payload go through a small buffer of the thread's own, and
+a payload that lies unaligned through a temporary one.
 
-Plain positional reads and writes on threads: io_uring (liburing 2026.3.30, depth 4, 1 to 32 MiB, five
-pairs each) moved 0.92 to 1.03 times as much, at 0.001 to 0.005 core-seconds less per GiB, which is
-not worth a package.
+Plain positional reads and writes on threads: io_uring (liburing 2026.3.30, depth 4, 1 to 32 MiB,
+five pairs each) moved 0.92 to 1.03 times as much, at 0.001 to 0.005 core-seconds less per GiB,
+which is not worth a package.
 """
 
 from __future__ import annotations
