@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -51,7 +52,7 @@ class Parts:
     host_blocks_max: int
 
 
-class StoreView:
+class StoreView(ABC):
     """An open store seen by somebody who looks up, plans and restores; thread-safe.
 
     Whoever derives from it makes the ``Parts``, and closes them.
@@ -203,9 +204,9 @@ class StoreView:
         self._check_open()
         return [*self._catalog.check(), *self._host.check()]
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything; idempotent."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
