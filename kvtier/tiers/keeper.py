@@ -344,7 +344,7 @@ class Keeper:
             status, code = FAILED, error.errno or errno.EIO
             reply = str(error.strerror or error).encode()
         except lmdb.MapFullError:
-            status, code = FAILED, errno.ENOSPC
+            status, code = FAILED, errno.EFBIG  # not ENOSPC: that is the disk's
             reply = b"the index is full: index_bytes_max is %d; raise it" % self._bytes_max
         except (lmdb.Error, Unreadable, struct.error, ValueError) as error:
             # By its words: old lmdb has no codes. A short write, for want of space, is LMDB's EIO.

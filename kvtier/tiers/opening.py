@@ -26,7 +26,14 @@ __all__ = ["reclaim", "recover"]
 
 log = logging.getLogger(__name__)
 
-_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_REFUSED: Final = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+)
 """Errors that say nothing about the index: making it anew would meet them too."""
 RECLAIM_SLOTS: Final = 64
 """Slots whose disk is given back before the room is looked at again."""

@@ -233,7 +233,7 @@ class SsdTier:
             if entries or uses or gone:
                 self._ledger.commit(entries, [block for block, _ in gone], uses)
         except OSError as error:
-            self.index_full = self.index_full or error.errno == errno.ENOSPC
+            self.index_full = self.index_full or error.errno == errno.EFBIG
             self._failed("index commit", 0, error)
             self._give_back(result)
             return result, False
