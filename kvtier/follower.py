@@ -317,9 +317,7 @@ class FollowedReads:
     @property
     def io(self) -> str:
         """How the disk is accessed: "direct", "buffered", or "unknown" before the first read."""
-        if self._records is None:
-            return "unknown"
-        return "direct" if self._records.abilities.direct else "buffered"
+        return "unknown" if self._records is None else self._records.abilities.io
 
     def read(
         self,

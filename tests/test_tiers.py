@@ -21,7 +21,7 @@ from support import (
 
 from kvtier import LinkThrottle
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
-from kvtier.tiers.entries import id_at
+from kvtier.tiers.entries import id_at, location_at
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.index import LmdbIndex
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvtier.tiers.entries import Entries
     from kvtier.tiers.index import Index
 
 LIMIT = 2 << 20
@@ -142,12 +141,6 @@ def ssd_tier(
         os.close(directory)
 
 
-def place(entries: Entries, row: int) -> Location:
-    """Return where a row of the index says that its block is."""
-    one = entries[row]
-    return Location(int(one["segment"]), int(one["slot"]), int(one["slot_bytes"]))
-
-
 class TestSsdTier(TierContract):
     """The SSD tier passes the contract, on a real disk with a real index."""
 
@@ -232,7 +225,7 @@ def test_a_reopened_ssd_tier_has_every_block(tmp_path: Path) -> None:
         placed = tier.write(records, [payload(r) for r in records])
         used = tier.usage()
     with ssd_tier(tmp_path) as tier:
-        assert {id_at(tier.entries, n): place(tier.entries, n) for n in range(30)} == {
+        assert {id_at(tier.entries, n): location_at(tier.entries, n) for n in range(30)} == {
             record.id: where for record, where in zip(records, placed, strict=True)
         }
         assert tier.usage() == used

@@ -15,7 +15,16 @@ from kvtier.tiers.base import BlockId, Location, Record
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ENTRY", "ENTRY_VERSION", "KEY_BYTES", "Entries", "entry_of", "id_at", "table"]
+__all__ = [
+    "ENTRY",
+    "ENTRY_VERSION",
+    "KEY_BYTES",
+    "Entries",
+    "entry_of",
+    "id_at",
+    "location_at",
+    "table",
+]
 
 ENTRY_VERSION: Final = 1
 KEY_BYTES: Final = 64
@@ -80,3 +89,9 @@ def id_at(entries: Entries, row: int) -> BlockId:
     """Return the block of a row."""
     entry = entries[row]
     return BlockId(entry["namespace"].tobytes(), entry["hash"].tobytes())
+
+
+def location_at(entries: Entries, row: int) -> Location:
+    """Return where a row says that its block is."""
+    entry = entries[row]
+    return Location(int(entry["segment"]), int(entry["slot"]), int(entry["slot_bytes"]))

@@ -11,13 +11,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FormatError
-from kvtier.tiers.base import BlockId, Location
-from kvtier.tiers.entries import id_at
+from kvtier.tiers.entries import id_at, location_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvtier.tiers.entries import Entries
+    from kvtier.tiers.base import BlockId, Location
     from kvtier.tiers.index import Index, Use
     from kvtier.tiers.slabs import Slabs
 
@@ -75,7 +74,7 @@ class Ledger:
         known: set[Location] = set()
         stale: list[BlockId] = []
         for row in range(len(entries)):
-            where = _location(entries, row)
+            where = location_at(entries, row)
             if self._slabs.holds(id_at(entries, row), where):
                 known.add(where)
             else:
@@ -86,8 +85,3 @@ class Ledger:
     def _rebuild(self) -> None:
         """Make the index anew from the headers of all slots that hold a block."""
         self._index.rebuild(self._scan(self._slabs.live()))
-
-
-def _location(entries: Entries, row: int) -> Location:
-    entry = entries[row]
-    return Location(int(entry["segment"]), int(entry["slot"]), int(entry["slot_bytes"]))

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.errors import FormatError
 from kvtier.tiers.base import BlockId, Location
-from kvtier.tiers.entries import Entries, id_at, table
+from kvtier.tiers.entries import Entries, id_at, location_at, table
 from kvtier.tiers.index import REBUILD_COMMIT_ENTRIES
 from kvtier.tiers.recovery import FoundSegment, plan_repairs
 
@@ -157,9 +157,7 @@ def _shrink(entries: Entries, index: Index, slabs: Slabs, io: RecordIo) -> Entri
         left = np.delete(entries, gone)
         _remove(index, [id_at(entries, row) for row in gone], left)
         for row in gone:
-            entry = entries[row]
-            where = Location(int(entry["segment"]), int(entry["slot"]), int(entry["slot_bytes"]))
-            slabs.empty(id_at(entries, row), where)
+            slabs.empty(id_at(entries, row), location_at(entries, row))
         entries = left
         dropped += len(gone)
     if dropped:

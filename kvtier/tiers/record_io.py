@@ -49,6 +49,11 @@ class Abilities:
     direct: bool
     punch: bool
 
+    @property
+    def io(self) -> str:
+        """How the disk is accessed: "direct" or "buffered"."""
+        return "direct" if self.direct else "buffered"
+
 
 def probe(directory: int, fs: FileSystem) -> Abilities:
     """Find out by trying, with one page in a file that is removed again."""

@@ -54,8 +54,7 @@ class SsdTier:
     Opening recovers: what is in doubt is dropped, segments that hold nothing are unlinked, and a
     store over its limit gives up its least recently used blocks. With ``integrity_key`` every
     record carries a keyed tag and only records with the right one are read. ``entries`` is what
-    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"), ``punches``
-    whether parts of a file can be given back. ``failed`` is
+    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"). ``failed`` is
     called for every write, sync or commit that fails; ``index_full`` says that a commit found no
     room and nothing was dropped since.
     """
@@ -91,8 +90,7 @@ class SsdTier:
         self._io = RecordIo(
             segments, fs, probe(segments, fs), reads_inflight_max, writes_inflight_max
         )
-        self.io = "direct" if self._io.abilities.direct else "buffered"
-        self.punches = self._io.abilities.punch
+        self.io = self._io.abilities.io
         self._closed = False
         self._placing = threading.Lock()
         self._counts = threading.Lock()
