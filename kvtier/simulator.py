@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -27,15 +27,17 @@ from kvtier import events
 from kvtier.cost import POSITION_SCALE, TOKEN_SCALE, Profiler
 from kvtier.executor import advance, begin
 from kvtier.plan import Tier
+from kvtier.trace import LANES, lane_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from kvtier.cost import CostModel
     from kvtier.executor import RestoreState
     from kvtier.plan import RestorePlan, Step
+    from kvtier.trace import TraceEvent, TraceLane
 
-__all__ = ["Span", "Speed", "Speeds", "Timeline", "simulate"]
+__all__ = ["Span", "Speed", "Speeds", "Timeline", "replay", "simulate"]
 
 BELIEF_ERROR: Final = 0.02
 """Relative error that a store which learns takes its first beliefs about recomputing to have."""
@@ -138,6 +140,34 @@ def simulate(
         {Tier.SSD: _Lane(speeds.ssd), Tier.HOST: _Lane(speeds.host)},
     )
     return world.run(expires_s)
+
+
+def replay(
+    events: Sequence[TraceEvent], faster: Mapping[TraceLane, float] | None = None
+) -> tuple[TraceEvent, ...]:
+    """Let traced events happen again, with lanes so many times faster; times are from 0.
+
+    An event begins when the last one of its lane and everything that it depends on have ended, plus
+    what it was late then: deciding and handing over take as long as they did. A wait has no length
+    of its own: it lasts until what followed it begins.
+    """
+    factors = {lane: (faster or {}).get(lane, 1.0) for lane in LANES}
+    if not all(0 < factor < float("inf") for factor in factors.values()):
+        raise ValueError(f"faster: {factors}: every factor must be positive")
+    work = [event for event in events if event.what != "wait"]
+    order, recorded = lane_order(work), {event.id: event for event in work}
+    origin = min((event.begin_s for event in work), default=0.0)
+    again: dict[int, TraceEvent] = {}
+    for event in sorted(work, key=lambda event: event.id):
+        deps = [dep for dep in (*event.after, order.get(event.id)) if dep in recorded]
+        ready = max((recorded[dep].end_s for dep in deps), default=origin)
+        begin = max((again[dep].end_s for dep in deps), default=0.0)
+        begin += max(event.begin_s - ready, 0.0)
+        end = begin + event.seconds / factors[event.lane]
+        again[event.id] = replace(event, begin_s=begin, end_s=end, after=tuple(
+            dep for dep in event.after if dep in recorded
+        ))  # fmt: skip
+    return tuple(again.values())
 
 
 @dataclass(slots=True)
