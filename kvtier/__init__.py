@@ -26,6 +26,7 @@ from kvtier.store import Store
 from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open
 from kvtier.tiers.device import KVSlots, TensorSlots
 from kvtier.tiers.throttle import LinkThrottle
+from kvtier.trace import Trace, TraceEvent
 from kvtier.transfer import PutResult, Transfer
 
 __all__ = [
@@ -55,6 +56,8 @@ __all__ = [
     "StoreReader",
     "TensorSlots",
     "Tier",
+    "Trace",
+    "TraceEvent",
     "Transfer",
     "TransferFailed",
     "UnsupportedModel",

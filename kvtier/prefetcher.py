@@ -50,7 +50,7 @@ class LoadTicket:
     A ticket is claimed once, by whoever comes first: the copy, after which it runs to its end, or
     the cancellation, after which no copy will start. ``done(position, error)`` is called exactly
     once, from another thread, unless the ticket was cancelled; without an error the block is in its
-    slot, with one nothing writes to it any more.
+    slot, with one nothing writes to it any more. ``session`` numbers the restore in a trace.
     """
 
     def __init__(
@@ -60,7 +60,11 @@ class LoadTicket:
         slots: KVSlots,
         position: int,
         done: Callable[[int, BaseException | None], None],
+        *,
+        session: int = 0,
     ) -> None:
+        self.session = session
+        self.event = 0  # of the copy into the slot, if the store traces
         self.block = block
         self.tier = tier
         self.slots = slots

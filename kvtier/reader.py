@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.throttle import LinkThrottle
+    from kvtier.trace import Trace
 
 __all__ = ["StoreReader", "open_reader"]
 
@@ -50,21 +51,23 @@ def open_reader(
     links: Mapping[Tier | str, LinkThrottle] | None = None,
     fs: FileSystem | None = None,
     clock: Callable[[], float] = time.monotonic,
+    trace: Trace | None = None,
     **bounds: Any,
 ) -> StoreReader:
     """Open the store in ``path``, which may be closed or another process's, for reading only.
 
-    ``host_bytes`` is this reader's own host memory. ``device``, ``links``, ``fs`` and ``clock`` are
-    as for ``kvtier.open``; of ``StoreConfig``'s other fields those that bound loads count here, and
-    ``integrity_key``. An index that cannot be read now is no error: everything is a miss until it
-    can be.
+    ``host_bytes`` is this reader's own host memory. ``device``, ``links``, ``fs``, ``clock`` and
+    ``trace`` are as for ``kvtier.open``; of ``StoreConfig``'s other fields those that bound loads
+    count here, and ``integrity_key``. An index that cannot be read now is no error: everything is a
+    miss until it can be.
 
     Raises ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError`` naming the setting.
     """
     host_size = parse_bytes("host_bytes", host_bytes)
     config = StoreConfig(host_bytes=host_size, ssd_bytes=0, **bounds)
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
-    return StoreReader(os.fspath(path), spec, config, device, throttles, fs, clock)
+    where = os.fspath(path)
+    return StoreReader(where, spec, config, device, throttles, fs, clock, trace=trace)
 
 
 class StoreReader(StoreView):
@@ -84,8 +87,9 @@ class StoreReader(StoreView):
         fs: FileSystem | None = None,
         clock: Callable[[], float] = time.monotonic,
         index: Callable[[str], FollowedIndex] | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        super().__init__(path, spec, config, clock)
+        super().__init__(path, spec, config, clock, trace)
         fs = fs or PosixFileSystem()
         self._directory = ReadDirectory(path, fs)
         with ExitStack() as undo:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvtier.plan import RestorePlan, Step
     from kvtier.prefetcher import Prefetcher
     from kvtier.tiers.device import KVSlots
+    from kvtier.trace import Trace
 
 __all__ = ["PENDING", "Pending", "RestoreReport", "RestoreSession"]
 
@@ -95,6 +96,7 @@ class RestoreSession:
         clock: Callable[[], float],
         check_open: Callable[[], None],
         now_ns: Callable[[], int] = time.time_ns,
+        trace: Trace | None = None,
     ) -> None:
         self.plan = plan
         self._slots = slots
@@ -106,6 +108,10 @@ class RestoreSession:
         self._clock = clock
         self._check_open = check_open
         self._now_ns = now_ns
+        self._trace = trace
+        self._number = 0 if trace is None else trace.session()
+        self._arrived: dict[int, int] = {}  # the event of each loaded block that no step built on
+        self._waiting_since: float | None = None
         self._changed = threading.Condition()
         self._scope = ExitStack()
         self._state = begin(plan, profiler.costs, loads_inflight_max=loads_inflight_max)
@@ -204,6 +210,9 @@ class RestoreSession:
             spent = now - self._handed_out if seconds is None else seconds
             overlap = (self._loading_at_step + bool(self._tickets)) / 2
             self._profiler.computed(step.tokens.start, len(step.tokens), spent, overlap)
+            self._metrics.observe("step_seconds", spent)
+            if self._trace is not None:
+                self._note_step(step, now)
             self._step = None
             self._recomputed += len(step.blocks)
             self._post(Computed(now, spent))
@@ -222,9 +231,14 @@ class RestoreSession:
             )
 
     def _learn(self) -> None:
+        if self._finished is not None:
+            self._metrics.observe("restore_seconds", self._finished - self._started)
         # Only an undisturbed restore says something about the prediction.
         if self._finished is not None and not self._failures and not self._state.expired:
-            self._profiler.restored(self.plan.predicted.planned, self._finished - self._started)
+            predicted_s, measured_s = self.plan.predicted.planned, self._finished - self._started
+            self._profiler.restored(predicted_s, measured_s)
+            if predicted_s > 0:
+                self._metrics.observe("restore_predicted_ratio", measured_s / predicted_s)
 
     # -- inside; everything below holds the condition's lock
 
@@ -248,13 +262,32 @@ class RestoreSession:
         if self._error is not None:
             raise self._error
         if self._state.finished:
+            self._note_wait()
             return None
         if self._state.step is not None:
+            self._note_wait()
             self._step = self._state.step
             self._loading_at_step = bool(self._tickets)
             self._handed_out = self._clock()
             return self._step
+        if self._trace is not None and self._waiting_since is None:
+            self._waiting_since = self._clock()
         return PENDING
+
+    def _note_wait(self) -> None:
+        if self._trace is not None and self._waiting_since is not None:
+            now = self._clock()
+            self._trace.add("wait", "compute", self._waiting_since, now, session=self._number)
+            self._waiting_since = None
+
+    def _note_step(self, step: Step, now: float) -> None:
+        if self._trace is not None:
+            built_on = [block for block in self._arrived if block < step.start]
+            self._trace.add(
+                "recompute", "compute", self._handed_out, now,
+                session=self._number, start=step.start, stop=step.stop,
+                after=tuple(self._arrived.pop(block) for block in built_on),
+            )  # fmt: skip
 
     def _post(self, event: Event) -> None:
         """Advance the machine, then do what it says."""
@@ -273,7 +306,9 @@ class RestoreSession:
             match action:
                 case StartLoad(block, tier):
                     name = BlockId(self.plan.namespace, self.plan.hashes[block])
-                    ticket = LoadTicket(name, tier, self._slots, block, self._load_done)
+                    ticket = LoadTicket(
+                        name, tier, self._slots, block, self._load_done, session=self._number
+                    )
                     self._tickets[block] = ticket
                     self._prefetcher.load(ticket)
                 case CancelLoad(block):
@@ -295,7 +330,9 @@ class RestoreSession:
     def _load_done(self, block: int, error: BaseException | None) -> None:
         """Take a ticket's answer, on the prefetcher's thread."""
         with self._changed:
-            del self._tickets[block]
+            ticket = self._tickets.pop(block)
+            if error is None and ticket.event:
+                self._arrived[block] = ticket.event
             if error is None:
                 self._loaded += 1
                 self._post(Loaded(block, self._clock()))

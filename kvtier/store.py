@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.throttle import LinkThrottle
+    from kvtier.trace import Trace
 
 __all__ = ["Store", "open_store"]
 
@@ -58,6 +59,7 @@ def open_store(
     links: Mapping[Tier | str, LinkThrottle] | None = None,
     fs: FileSystem | None = None,
     clock: Callable[[], float] = time.monotonic,
+    trace: Trace | None = None,
     **bounds: Any,
 ) -> Store:
     """Open ``path`` as this process's store for ``spec``, creating it if it is empty or new.
@@ -65,8 +67,8 @@ def open_store(
     ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what
     the directory occupies, data and index, and ``ssd_write_bytes_per_day`` what is written to it in
     any 24 hours. ``device`` names what recomputes, since costs are kept per device. ``links`` slows
-    tiers down; ``fs`` and ``clock`` are seams for tests. Further keywords are the other fields of
-    ``StoreConfig``.
+    tiers down; ``fs`` and ``clock`` are seams for tests; ``trace`` records what the lanes do.
+    Further keywords are the other fields of ``StoreConfig``.
 
     Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError``
     naming the setting.
@@ -82,7 +84,8 @@ def open_store(
         **bounds,
     )
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
-    return Store(os.fspath(path), spec, config, device, throttles, fs or PosixFileSystem(), clock)
+    fs = fs or PosixFileSystem()
+    return Store(os.fspath(path), spec, config, device, throttles, fs, clock, trace)
 
 
 class Store(StoreView):
@@ -97,8 +100,9 @@ class Store(StoreView):
         links: Mapping[Tier, LinkThrottle],
         fs: FileSystem,
         clock: Callable[[], float],
+        trace: Trace | None,
     ) -> None:
-        super().__init__(path, spec, config, clock)
+        super().__init__(path, spec, config, clock, trace)
         self._directory = StoreDirectory(path, fs)
         with ExitStack() as undo:
             undo.callback(self._directory.close)

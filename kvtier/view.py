@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.host import HostTier
     from kvtier.tokens import TokenIds
+    from kvtier.trace import Trace
     from kvtier.transfer import Transfer
 
 __all__ = ["Parts", "StoreView"]
@@ -59,7 +60,12 @@ class StoreView(ABC):
     """
 
     def __init__(
-        self, path: str, spec: KVSpec, config: StoreConfig, clock: Callable[[], float]
+        self,
+        path: str,
+        spec: KVSpec,
+        config: StoreConfig,
+        clock: Callable[[], float],
+        trace: Trace | None,
     ) -> None:
         self.spec = spec
         self.path = path
@@ -67,6 +73,7 @@ class StoreView(ABC):
         self._layout = spec.block_layout
         self._namespace = spec.namespace
         self._clock = clock
+        self._trace = trace
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
@@ -100,11 +107,13 @@ class StoreView(ABC):
         Keys of another spec are simply not found.
         """
         self._check_open()
+        begun = self._clock()
         tiers: tuple[Tier | None, ...] = (None,) * len(keys)
         if keys.namespace == self._namespace:
             # Without a host tier a copy there is one in passing: only what is on the SSD stays.
             order = (Tier.HOST, Tier.SSD) if self._host_blocks_max else (Tier.SSD, Tier.HOST)
             tiers = self._catalog.residency(keys.namespace, keys.hashes, order)
+        self._metrics.observe("lookup_seconds", self._clock() - begun)
         return Residency(keys, tiers, self._layout.block_bytes)
 
     def plan(
@@ -140,6 +149,7 @@ class StoreView(ABC):
             loads_inflight_max=self.config.loads_inflight_max,
             clock=self._clock,
             check_open=self._check_open,
+            trace=self._trace,
         )
 
     def prefetch(self, keys: BlockKeys) -> Transfer[int]:
@@ -180,10 +190,11 @@ class StoreView(ABC):
         return self._profiler.costs
 
     def stats(self) -> dict[str, Any]:
-        """Return counters, tier usage and costs as plain values."""
+        """Return counters, histograms, tier usage and costs as plain values."""
         self._check_open()
         return {
             "counters": self._metrics.snapshot(),
+            "histograms": self._metrics.histograms(),
             "tiers": {
                 "host": {**asdict(self._host.usage()), "ready": self._catalog.ready(Tier.HOST)},
                 "ssd": self._ssd_stats(),

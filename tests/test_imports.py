@@ -50,7 +50,7 @@ LAYERS = (
         "transfer",
         "writeback",
     },
-    {"reader", "store", "view"},
+    {"prometheus", "reader", "store", "view"},
     {"__init__"},
 )
 

@@ -20,8 +20,8 @@ PUBLIC = {
     "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "PurgeResult", "PutResult", "Residency",
     "RestorePlan", "RestoreReport", "RestoreSession", "SpecMismatch", "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
-    "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open", "open_reader", "plan",
-    "plan_batch",
+    "Tier", "Trace", "TraceEvent", "Transfer", "TransferFailed", "UnsupportedModel", "open",
+    "open_reader", "plan", "plan_batch",
 }  # fmt: skip
 
 
