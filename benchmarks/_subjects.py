@@ -185,6 +185,16 @@ class PoisonedStore:
         return getattr(self.store, name)
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """One restore: how long it took, what was planned with which beliefs, and what was done."""
+
+    trial: Trial
+    plan: kvtier.RestorePlan
+    believed: kvtier.CostModel
+    events: list[kvtier.TraceEvent]
+
+
 @dataclass(slots=True)
 class Subject:
     """A model, a prompt, a folder in which the prompt's KV is stored, and what that KV must be."""
@@ -245,24 +255,44 @@ class Subject:
 
         ``device`` separates what is believed about recomputing; ``on`` runs the restore elsewhere.
         """
+        return self._restored(blocks, link, way, fs=fs, device=device, on=on).trial
+
+    def traced(self, blocks: int, link: kvtier.LinkThrottle) -> Restored:
+        """Restore like ``restore`` and note what each lane did."""
+        return self._restored(blocks, link, "best", trace=kvtier.Trace())
+
+    def _restored(
+        self,
+        blocks: int,
+        link: kvtier.LinkThrottle | None,
+        way: Way,
+        *,
+        fs: FileSystem | None = None,
+        device: str = "cpu",
+        on: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+        trace: kvtier.Trace | None = None,
+    ) -> Restored:
         ids = self.ids[:, : blocks * BLOCK + SUFFIX]
         links = {} if link is None else {"ssd": link}
         settings: dict[str, Any] = {"host_bytes": 0, "ssd_bytes": "4GiB", "links": links}
         with (
-            kvtier.open(self.folder, self.spec, fs=fs, device=device, **settings) as store,
+            kvtier.open(
+                self.folder, self.spec, fs=fs, device=device, trace=trace, **settings
+            ) as store,
             kvtier_hf.attach(self.model, store) as kv,
             Meter(self.model) as meter,
         ):
             poisoned = PoisonedStore(store)
             kv.store = cast("Any", poisoned)
+            believed = store.costs
 
-            def work() -> tuple[kvtier_hf.KVTierCache, float]:
+            def work() -> tuple[kvtier.RestorePlan, kvtier_hf.KVTierCache, float]:
                 begun = time.perf_counter()
                 plan = store.plan(store.lookup(store.keys(ids)), way=way)
                 cache = kv.prefill(ids, plan=plan)
-                return cache, time.perf_counter() - begun - poisoned.seconds
+                return plan, cache, time.perf_counter() - begun - poisoned.seconds
 
-            cache, seconds = on(work)
+            plan, cache, seconds = on(work)
             report = cache.report
         self._check(blocks, cache)
         assert meter.tokens == report.recomputed * BLOCK, "a token was computed twice, or not"
@@ -274,7 +304,8 @@ class Subject:
             "measured_s": report.measured_s,
             "steps_s": meter.steps,
         }
-        return Trial(seconds, meter.watch.held, detail)
+        trial = Trial(seconds, meter.watch.held, detail)
+        return Restored(trial, plan, believed, [] if trace is None else trace.events)
 
     def _check(self, blocks: int, cache: kvtier_hf.KVTierCache) -> None:
         stop = blocks * BLOCK

@@ -36,6 +36,7 @@ from _harness import (
     spread_of,
     starved_share,
 )
+from _simulated import simulated
 from _subjects import (
     BLOCK,
     CountingFileSystem,
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
 
     from kvtier.planner import Way
 
-PARTS: Final = ("plan", "equal_8", "equal_16", "grid", "unknown", "starved", "reads")
+PARTS: Final = (
+    "plan", "equal_8", "equal_16", "grid", "unknown", "starved", "reads", "simulated",
+)  # fmt: skip
 FACTORS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Load time / recompute time."""
 EQUAL_BARS: Final = ((8, 1.9), (16, 2.05))
@@ -402,6 +405,7 @@ def tiny_model(bench: Bench) -> None:
         "unknown": lambda subject: unknown(bench, subject, blocks, factors),
         "reads": lambda subject: reads(bench, subject, min(blocks, 16), factors),
         "starved": lambda subject: starved(bench, subject, min(blocks, 16)),
+        "simulated": lambda subject: simulated(bench, subject, lengths, factors),
     }
     wanted = [run for part, run in parts.items() if options.wants(part)]
     if wanted:
