@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,7 @@ from aiofiles.os import wrap
 
 from kvtier.catalog import CopyState
 from kvtier.errors import StoreClosed, TransferFailed
+from kvtier.layerwise import LayerTail
 from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, ReadResult
 from kvtier.tiers.device import write_block
@@ -117,6 +119,7 @@ class Prefetcher:
         self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
         self._load_run = wrap(self._load_all)
         self._write_block = wrap(write_block)
+        self._copy_layer = wrap(LayerTail.copy)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = threading.Lock()
         self._closing = False
@@ -140,6 +143,11 @@ class Prefetcher:
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
+    def _wake(self, event: asyncio.Event) -> None:
+        with self._gate:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(event.set)
+
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
@@ -152,6 +160,22 @@ class Prefetcher:
         """Start bringing a block into an engine slot."""
         if not self._submit(lambda: self._load(ticket)) and ticket.claim():
             ticket.done(ticket.position, TransferFailed("the store is closing"))
+
+    def load_layers(self, tail: LayerTail) -> bool:
+        """Start copying host blocks into an engine's slots by layers, if all are in host memory."""
+        rows: list[int] = []
+        with self._catalog.changed:
+            for name in tail.names:
+                row = self._catalog.find(name)
+                if row is None or not self._catalog.pin(row, Tier.HOST):
+                    break
+                rows.append(row)
+        whole = len(rows) == len(tail.names)
+        if whole and self._submit(lambda: self._load_layers(tail, rows)):
+            return True
+        for row in rows:
+            self._mover.unpin_host(row)
+        return False
 
     def prefetch(self, blocks: Sequence[BlockId]) -> Transfer[int]:
         """Start promoting blocks to host memory; the result counts those that are there then."""
@@ -222,6 +246,29 @@ class Prefetcher:
         except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
             return error
         return None
+
+    async def _load_layers(self, tail: LayerTail, rows: Sequence[int]) -> None:
+        """Copy the pinned rows, then let go of them."""
+        count, submitted = len(rows), self._loop.time()
+        payloads = [self._mover.payload(row) for row in rows]
+        stopped, link = asyncio.Event(), self._links.get(Tier.HOST)
+        tail.stopped = lambda: self._wake(stopped)
+        try:
+            for layer, nbytes in enumerate(tail.layer_bytes):
+                if link is not None:
+                    now = self._loop.time()
+                    with suppress(TimeoutError):  # a slow link does not hold up who gives up
+                        await asyncio.wait_for(stopped.wait(), link.reserve(now, nbytes) - now)
+                if not await self._copy_layer(tail, layer, payloads, executor=self._copy_lane):
+                    break
+            if tail.ended_s is not None:
+                self._observe(Tier.HOST, submitted, count)
+                self._metrics.add("loaded_blocks_host", count)
+                self._metrics.add("loaded_bytes_host", count * self._block_bytes)
+        finally:
+            payloads.clear()
+            for row in rows:
+                self._mover.unpin_host(row)
 
     def _observe(self, tier: Tier, submitted: float, blocks: int = 1) -> None:
         """Learn a link's rate from one transfer: the time it had the link for itself."""

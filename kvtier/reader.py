@@ -147,11 +147,13 @@ class StoreReader(StoreView):
         self._follower.used()
         return super().lookup(keys)
 
-    def restore(self, plan: RestorePlan, into: KVSlots) -> RestoreSession:
+    def restore(
+        self, plan: RestorePlan, into: KVSlots, *, layerwise: bool = False
+    ) -> RestoreSession:
         """Return the scope that carries a plan out; a block gone by then is recomputed."""
         self._check_open()
         self._follower.used()
-        return super().restore(plan, into)
+        return super().restore(plan, into, layerwise=layerwise)
 
     def changes(self, since: int = 0) -> CatalogChanges:
         """Return what changed for this reader after ``since``; the sequence is its own."""

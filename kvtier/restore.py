@@ -26,6 +26,7 @@ from kvtier.events import (
     Woke,
 )
 from kvtier.executor import advance, begin
+from kvtier.layerwise import LayerTail, host_tail
 from kvtier.prefetcher import LoadTicket
 from kvtier.tiers.base import BlockId
 
@@ -81,6 +82,9 @@ class RestoreSession:
 
     One thread drives a session. Leaving the scope early cancels, and returns when nothing writes
     into the slots any more.
+
+    A ``layerwise`` session says that all is in place when only layers of blocks from host memory
+    are missing; the engine calls ``wait_layer`` before it uses each layer.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class RestoreSession:
         check_open: Callable[[], None],
         now_ns: Callable[[], int] = time.time_ns,
         trace: Trace | None = None,
+        layerwise: bool = False,
     ) -> None:
         self.plan = plan
         self._slots = slots
@@ -109,6 +114,8 @@ class RestoreSession:
         self._check_open = check_open
         self._now_ns = now_ns
         self._trace = trace
+        self._layerwise = layerwise
+        self._tail: LayerTail | None = None
         self._number = 0 if trace is None else trace.session()
         self._arrived: dict[int, int] = {}  # the event of each loaded block that no step built on
         self._waiting_since: float | None = None
@@ -137,12 +144,15 @@ class RestoreSession:
         gone = [block for block in plan.load if not pinned[block]]
         if plan.adaptive:
             gone += [b for b in plan.recompute if plan.tiers[b] is not None and not pinned[b]]
+        if self._layerwise:
+            self._tail = self._start_tail()
         with self._changed:
             self._state = begin(
                 plan,
                 self._profiler.costs,
                 loads_inflight_max=self._loads_inflight_max,
                 gone=gone,
+                placed=() if self._tail is None else self._tail.blocks,
             )
             self._post(Begin(self._started))
         return self
@@ -155,9 +165,11 @@ class RestoreSession:
     ) -> None:
         try:
             with self._changed:
-                if not self._state.finished:
+                finished = self._state.finished
+                if not finished:
                     self._post(Expired(self._clock()))  # cancels what loads and starts no more
                 self._await_copies()
+            self._end_tail(cancel=kind is not None or not finished)
         finally:
             self._learn()
             self._scope.close()
@@ -171,8 +183,9 @@ class RestoreSession:
         handed out for recompute; a block is handed out only once no load can still write to it.
         Raises what the engine's slots raised, or ``StoreFailed`` if a copy into them never ends.
         """
-        deadline = self._clock() + timeout
         with self._changed:
+            # Once the time is up, only a copy that has begun is waited for, as long as that takes.
+            deadline = self._clock() + (COPY_S_MAX if self._state.expired else timeout)
             self._ask()
             while True:
                 answer = self._answer()
@@ -197,6 +210,17 @@ class RestoreSession:
             self._ask()
             self._woke()
             return self._answer()
+
+    def wait_layer(self, layer: int, timeout: float = STEP_S) -> None:
+        """Return when a layer of every block is in place; after ``next_step`` returned None.
+
+        Raises ``ValueError`` before that, what the engine's slots raised, or ``StoreFailed`` if the
+        copy does not end in ``timeout`` seconds.
+        """
+        if not self._state.finished:
+            raise ValueError("wait_layer: there are steps left; call next_step until it is None")
+        if self._tail is not None and not self._tail.wait(layer, timeout):
+            raise StoreFailed(f"layer {layer} was not copied in {timeout:.0f} s")
 
     def computed(self, step: Step, seconds: float | None = None) -> None:
         """Say that ``step`` is in the slots; its time teaches the cost model.
@@ -321,6 +345,27 @@ class RestoreSession:
         if ticket is not None and ticket.claim():
             del self._tickets[block]
             self._post(NotLoaded(block, self._clock()))
+
+    def _start_tail(self) -> LayerTail | None:
+        """Start copying the plan's tail by layers, if all of it is in host memory."""
+        plan, blocks = self.plan, host_tail(self.plan)
+        names = [BlockId(plan.namespace, plan.hashes[block]) for block in blocks]
+        tail = LayerTail(self._slots, blocks, names, self._clock, self._trace, self._number)
+        return tail if blocks and self._prefetcher.load_layers(tail) else None
+
+    def _end_tail(self, *, cancel: bool) -> None:
+        """Let the copy by layers end, or cut it short; nothing writes to the slots afterwards."""
+        tail = self._tail
+        if tail is None:
+            return
+        if not cancel:
+            tail.wait(len(self._slots.layout.parts) - 1, COPY_S_MAX)
+        if not tail.stop(COPY_S_MAX):
+            raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
+        if tail.ended_s is not None:
+            self._loaded += len(tail.blocks)
+            if self._finished is not None:
+                self._finished = max(self._finished, tail.ended_s)
 
     def _await_copies(self) -> None:
         """Wait until no copy that has begun writes into the slots any more."""

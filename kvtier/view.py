@@ -133,8 +133,14 @@ class StoreView(ABC):
             way=way,
         )
 
-    def restore(self, plan: RestorePlan, into: KVSlots) -> RestoreSession:
-        """Return the scope that carries a plan out into an engine's slots."""
+    def restore(
+        self, plan: RestorePlan, into: KVSlots, *, layerwise: bool = False
+    ) -> RestoreSession:
+        """Return the scope that carries a plan out into an engine's slots.
+
+        ``layerwise``: the engine waits for each layer (``RestoreSession.wait_layer``), and may
+        start with the first one before the last one is copied.
+        """
         self._check_open()
         if plan.namespace != self._namespace:
             raise SpecMismatch("the plan was made for another spec than this store's")
@@ -150,6 +156,7 @@ class StoreView(ABC):
             clock=self._clock,
             check_open=self._check_open,
             trace=self._trace,
+            layerwise=layerwise,
         )
 
     def prefetch(self, keys: BlockKeys) -> Transfer[int]:

@@ -41,6 +41,7 @@ LAYERS = (
         "calibration",
         "catalog",
         "follower",
+        "layerwise",
         "mover",
         "prefetcher",
         "purge",

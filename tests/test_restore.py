@@ -17,6 +17,7 @@ from support import (
     Gate,
     HeldSlots,
     bring_back,
+    eventually,
     expected,
     fill_slots,
     flip,
@@ -338,10 +339,27 @@ def test_a_copy_that_has_begun_is_waited_for(
     assert session.report.loaded == 6 - len(recomputed) >= 1
 
 
-def finish_soon(session: Any, slots: Any, keys: kvtier.BlockKeys) -> list[int]:
+def test_a_copy_is_waited_for_however_often_the_time_was_up(
+    ssd: kvtier.Store, keys: kvtier.BlockKeys
+) -> None:
+    """Asking again without patience is no reason to call a copy under way a failure."""
+    gate = Gate()
+    slots = poisoned_slots(6)
+    with ssd.restore(load_plan(ssd, keys), into=HeldSlots(slots, gate)) as session:
+        gate.wait_reached()
+        asking = in_thread(lambda: finish_soon(session, slots, keys, 0.0))
+        eventually(lambda: session.report.recomputed > 0 and len(session_loading(session)) > 0)
+        gate.open()
+        asking()
+    assert all_right(slots, keys)
+
+
+def finish_soon(
+    session: Any, slots: Any, keys: kvtier.BlockKeys, timeout: float = 0.01
+) -> list[int]:
     """Recompute whatever is handed out after almost no time."""
     done: list[int] = []
-    while step := session.next_step(0.01):
+    while step := session.next_step(timeout):
         fill_slots(slots, keys, step.blocks)
         done += step.blocks
         session.computed(step)

@@ -10,14 +10,14 @@ import numpy as np
 from kvtier.errors import SpecMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from kvtier.identity import KVSpec
     from kvtier.layout import BlockLayout
 
-__all__ = ["KVSlots", "TensorSlots", "check_slots", "read_block", "write_block"]
+__all__ = ["KVSlots", "TensorSlots", "check_slots", "layer_copies", "read_block", "write_block"]
 
 
 class KVSlots(Protocol):
@@ -163,6 +163,33 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
             np.copyto(_as_numpy(tensor), flat)
         else:
             tensor.copy_(_as_torch(flat, tensor), non_blocking=True)
+    _await_copies(device)
+
+
+def layer_copies(slots: KVSlots, block: int, source: memoryview) -> Callable[[int], None]:
+    """Return what copies one layer of a block's payload into the engine's tensors.
+
+    A copy returns when its bytes are in place. Raises ``SpecMismatch`` if the tensors do not fit.
+    """
+    layers: dict[int, list[tuple[torch.Tensor, np.ndarray[Any, Any]]]] = {}
+    places = _places(slots.layout, source)
+    for tensor, flat, part in zip(
+        _tensors(slots, block), places, slots.layout.tensors, strict=True
+    ):
+        layers.setdefault(part.layer, []).append((tensor, flat))
+
+    def copy(layer: int) -> None:
+        for tensor, flat in layers.get(layer, ()):
+            if tensor.device.type == "cpu":
+                np.copyto(_as_numpy(tensor), flat)
+            else:
+                tensor.copy_(_as_torch(flat, tensor), non_blocking=True)
+        _await_copies(slots.device)
+
+    return copy
+
+
+def _await_copies(device: torch.device) -> None:
     if device.type == "cuda":
         import torch
 
