@@ -14,7 +14,7 @@ import numpy as np
 from kvtier.tiers.base import BlockId, Location
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvtier.tiers.entries import Entries
 
@@ -90,7 +90,8 @@ class BlockRows:
         self._tenants = Interned()
         self._namespace = array("i")
         self._tenant = array("i")
-        self._position = array("I")
+        self.positions = array("I")
+        """The position in its prompt of each row's block, in blocks; not for writing."""
 
     def __len__(self) -> int:
         """Return the number of rows ever made, free ones included."""
@@ -106,18 +107,18 @@ class BlockRows:
 
     def id(self, row: int) -> BlockId:
         """Return the block of a row; ``ValueError`` if it holds none."""
+        return BlockId(*self.key(row))
+
+    def key(self, row: int) -> tuple[bytes, bytes]:
+        """Return the namespace and the hash of a row's block; ``ValueError`` if it holds none."""
         digest = self._hashes[row]
         if digest is None:
             raise ValueError(f"catalog row {row} holds no block")
-        return BlockId(self._namespaces.digest(self._namespace[row]), digest)
+        return self._namespaces.digest(self._namespace[row]), digest
 
     def holds(self, row: int) -> bool:
         """Return whether a row holds a block."""
         return self._hashes[row] is not None
-
-    def position(self, row: int) -> int:
-        """Return the position in its prompt of a row's block, in blocks."""
-        return self._position[row]
 
     def matching(
         self, namespace: bytes | None, tenant_digest: bytes | None
@@ -138,27 +139,46 @@ class BlockRows:
 
     def add(self, block: BlockId, tenant_digest: bytes, position: int) -> int:
         """Give a block that has none a row."""
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = len(self._hashes)
-            self._hashes.append(None)
-            for column in (self._namespace, self._tenant, self._position):
-                column.append(0)
-        self._hashes[row] = block.hash
-        self._namespace[row] = self._namespaces.take(block.namespace)
-        self._tenant[row] = self._tenants.take(tenant_digest)
-        self._position[row] = min(position, U32_MAX)
-        self._by_hash.setdefault(block.namespace, {})[block.hash] = row
-        return row
+        return self.add_all(block.namespace, [block.hash], tenant_digest, [position])[0]
+
+    def add_all(
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        tenant_digest: bytes,
+        positions: Sequence[int],
+    ) -> list[int]:
+        """Give blocks that have none a row each; the hashes are distinct."""
+        count = len(hashes)
+        if not count:
+            return []
+        free, made = self._free, len(self._hashes)
+        reused = min(count, len(free))
+        rows = [free.pop() for _ in range(reused)] + list(range(made, made + count - reused))
+        if count > reused:
+            self._hashes.extend([None] * (count - reused))
+            for column in (self._namespace, self._tenant, self.positions):
+                column.frombytes(bytes((count - reused) * column.itemsize))
+        number = self._namespaces.take(namespace, count)
+        tenant = self._tenants.take(tenant_digest, count)
+        by_hash = self._by_hash.setdefault(namespace, {})
+        columns = self._hashes, self._namespace, self._tenant, self.positions
+        names, namespaces, tenants, places = columns
+        for row, digest, position in zip(rows, hashes, positions, strict=True):
+            names[row] = digest
+            namespaces[row] = number
+            tenants[row] = tenant
+            places[row] = min(U32_MAX, position)
+            by_hash[digest] = row
+        return rows
 
     def remove(self, row: int) -> None:
         """Take a row from its block; ``add`` may give it to another."""
-        block = self.id(row)
-        rows = self._by_hash[block.namespace]
-        del rows[block.hash]
+        namespace, digest = self.key(row)
+        rows = self._by_hash[namespace]
+        del rows[digest]
         if not rows:
-            del self._by_hash[block.namespace]
+            del self._by_hash[namespace]
         self._hashes[row] = None
         self._namespaces.release(self._namespace[row])
         self._tenants.release(self._tenant[row])
@@ -190,7 +210,7 @@ class BlockRows:
         self._by_hash, self._hashes, self._namespaces = by_hash, hashes, namespaces
         append_all(self._namespace, numbers)
         append_all(self._tenant, self._tenants.take_all(entries["tenant"]))
-        append_all(self._position, np.minimum(entries["position"], U32_MAX))
+        append_all(self.positions, np.minimum(entries["position"], U32_MAX))
 
     def check(self) -> list[str]:
         """Return what is wrong with the rows, in words."""

@@ -76,7 +76,7 @@ def test_a_free_row_holds_no_block() -> None:
     """Only a row in use has a block."""
     rows = BlockRows()
     row = rows.add(BlockId(DIGESTS[0], DIGESTS[1]), DIGESTS[2], 2**40)
-    assert rows.position(row) == 2**32 - 1
+    assert rows.positions[row] == 2**32 - 1
     assert rows.holds(row)
     rows.remove(row)
     assert not rows.holds(row)
