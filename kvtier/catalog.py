@@ -12,18 +12,19 @@ import threading
 import time
 from array import array
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvtier.changes import CHANGES_KEPT, BlockTiers, CatalogChanges, ChangeLog
+from kvtier.copies import BIT, SHOWN, TIERS, Copies
 from kvtier.history import History
-from kvtier.lifecycle import CopyState, after, moves
+from kvtier.lifecycle import CopyState, after
+from kvtier.orders import Orders
 from kvtier.plan import Tier
-from kvtier.prices import HostValues, Prices, SsdValues
-from kvtier.retention import EXPIRED, PRIORITIES, Deadlines, Ranks
+from kvtier.prices import Prices
+from kvtier.retention import PRIORITIES
 from kvtier.rows import BlockRows, Places, append_all, use_order
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.index import Use
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalog", "CopyState"]
 
-_TIERS: Final = (Tier.HOST, Tier.SSD)
-_BIT: Final = {Tier.HOST: 1, Tier.SSD: 2}
-_SHOWN: Final[tuple[tuple[Tier, ...], ...]] = ((), (Tier.HOST,), (Tier.SSD,), (Tier.HOST, Tier.SSD))
-"""The tiers that a sum of bits stands for."""
 _NS_MAX: Final = (1 << 63) - 1
 _NO_PRICES: Final = Prices()
 
@@ -68,50 +65,38 @@ class Catalog:
         self._now_ns = now_ns
         self._rows = BlockRows()
         self._changes = ChangeLog(changes_kept, first_change)
-        self._ready = dict.fromkeys(_TIERS, 0)
         # One element a row. A numpy view of one may not outlive the call that makes it: an array
         # that is looked into cannot grow.
-        self._states = {tier: array("B") for tier in _TIERS}
-        self._pins = {tier: array("i") for tier in _TIERS}
-        self._shown = array("B")  # the sum of the bits of the tiers in which a block is READY
-        self._ordered = array("B")  # the sum of the bits of the tiers whose order has it
+        self._copies = Copies(self._rows, self._changes)
+        self._pins = {tier: array("i") for tier in TIERS}
         self._host_slot = array("I")
         self._places = Places()
         self._last_use_ns = array("q")
-        self._priority = array("b")
-        self._deadlines = Deadlines()
         self._uses = Uses(history or History(), uses_kept)
-        self._columns = (
-            *self._states.values(), *self._pins.values(), self._shown, self._ordered,
-            self._host_slot, *self._places.columns, self._last_use_ns, self._priority,
-            self._deadlines.column, self._uses.column,
+        self._orders = Orders(
+            policy, prices, uses=self._uses.column, positions=self._rows.positions,
+            slot_bytes=self._places.slot_bytes,
         )  # fmt: skip
-        asked, positions = self._uses.column, self._rows.positions
-        self._values: dict[Tier, HostValues | SsdValues] = {
-            Tier.HOST: HostValues(asked, positions, self._ordered, _BIT[Tier.SSD], prices),
-            Tier.SSD: SsdValues(asked, positions, self._places.slot_bytes, prices),
-        }
-        self._orders = {
-            tier: Ranks(partial(policy, values), self._priority)
-            for tier, values in self._values.items()
-        }
+        self._columns = (
+            *self._copies.columns, *self._pins.values(), self._host_slot, *self._places.columns,
+            self._last_use_ns, self._uses.column, *self._orders.columns,
+        )  # fmt: skip
 
     def reprice(self, prices: Prices) -> None:
         """Use other prices from now on; what is in order keeps its place until it is touched."""
         with self.changed:
-            for values in self._values.values():
-                values.reprice(prices)
+            self._orders.reprice(prices)
 
     # -- looking
 
     def residency(
-        self, namespace: bytes, hashes: Sequence[bytes], order: Sequence[Tier] = _TIERS
+        self, namespace: bytes, hashes: Sequence[bytes], order: Sequence[Tier] = TIERS
     ) -> tuple[Tier | None, ...]:
         """Return the first tier of ``order`` in which each block is READY; touches nothing."""
-        best = [next((tier for tier in order if tier in tiers), None) for tiers in _SHOWN]
+        best = [next((tier for tier in order if tier in tiers), None) for tiers in SHOWN]
         with self.changed:
             self._expire()
-            shown = self._shown
+            shown = self._copies.shown
             rows = map(self._rows.of(namespace).get, hashes)
             return tuple([None if row is None else best[shown[row]] for row in rows])
 
@@ -133,7 +118,7 @@ class Catalog:
     def state(self, row: int, tier: Tier) -> CopyState:
         """Return the state of a row's copy in ``tier``."""
         with self.changed:
-            return CopyState(self._states[tier][row])
+            return CopyState(self._copies.states[tier][row])
 
     def location(self, row: int, tier: Tier) -> Location:
         """Return where a row's READY copy lies."""
@@ -144,19 +129,19 @@ class Catalog:
     def places(self, namespace: bytes, hashes: Iterable[bytes]) -> list[Location | None]:
         """Return where each block's READY copy on the SSD lies; None for those that have none."""
         with self.changed:
-            shown, bit, at = self._shown, _BIT[Tier.SSD], self._places.at
+            shown, bit, at = self._copies.shown, BIT[Tier.SSD], self._places.at
             rows = map(self._rows.of(namespace).get, hashes)
             return [None if row is None or not shown[row] & bit else at(row) for row in rows]
 
     def ready(self, tier: Tier) -> int:
         """Return the number of READY copies in ``tier``."""
         with self.changed:
-            return self._ready[tier]
+            return self._copies.ready[tier]
 
     def blocks(self, namespace: bytes, tier: Tier, limit: int) -> list[bytes]:
         """Return up to ``limit`` hashes of this namespace that are READY in ``tier``."""
         with self.changed:
-            shown, bit = self._shown, _BIT[tier]
+            shown, bit = self._copies.shown, BIT[tier]
             rows = self._rows.of(namespace).items()
             return list(islice((digest for digest, row in rows if shown[row] & bit), limit))
 
@@ -166,8 +151,7 @@ class Catalog:
         """Return the rows with a copy in any state that match all filters; None matches all."""
         with self.changed:
             chosen = self._rows.matching(namespace, tenant_digest)
-            host, ssd = (np.asarray(states) for states in self._states.values())
-            chosen &= (host | ssd) != CopyState.ABSENT
+            chosen &= self._copies.present()
             if used_before_ns is not None:
                 chosen &= np.asarray(self._last_use_ns) < used_before_ns
             return np.flatnonzero(chosen).tolist()
@@ -187,13 +171,13 @@ class Catalog:
         """Return everything READY, and the sequence number to ask ``changes`` from."""
         with self.changed:
             self._expire()
-            sequence, shown = self._changes.sequence, bytes(self._shown)
+            sequence, shown = self._changes.sequence, bytes(self._copies.shown)
             spaces = [
                 (namespace, list(rows), list(rows.values()))
                 for namespace, rows in self._rows.spaces().items()
             ]
         return sequence, (
-            (namespace, digest, _SHOWN[shown[row]])
+            (namespace, digest, SHOWN[shown[row]])
             for namespace, hashes, rows in spaces
             for digest, row in zip(hashes, rows, strict=True)
             if shown[row]
@@ -210,19 +194,18 @@ class Catalog:
         count = len(entries)
         with self.changed:
             self._rows.restore(entries)
-            append_all(self._states[Tier.SSD], np.full(count, CopyState.READY))
-            append_all(self._shown, np.full(count, _BIT[Tier.SSD]))
-            append_all(self._ordered, np.full(count, _BIT[Tier.SSD]))
+            append_all(self._copies.states[Tier.SSD], np.full(count, CopyState.READY))
+            append_all(self._copies.shown, np.full(count, BIT[Tier.SSD]))
             self._places.restore(entries)
             append_all(self._last_use_ns, np.minimum(entries["last_use_ns"], _NS_MAX))
             lowest, highest = PRIORITIES.start, PRIORITIES.stop - 1
-            append_all(self._priority, np.clip(entries["priority"], lowest, highest))
-            self._deadlines.restore(np.minimum(entries["expiry_ns"], _NS_MAX))
+            priorities = np.clip(entries["priority"], lowest, highest)
+            self._orders.restore(priorities, np.minimum(entries["expiry_ns"], _NS_MAX))
             self._uses.restore(entries["hits"])
             for column in self._columns:
                 append_all(column, np.zeros(count - len(column)))  # all that is not said above
-            self._ready[Tier.SSD] = count
-            self._orders[Tier.SSD].enter(use_order(entries))
+            self._copies.ready[Tier.SSD] = count
+            self._orders.enter(use_order(entries), Tier.SSD)
             self._changes.cut()
             self.changed.notify_all()
 
@@ -264,7 +247,7 @@ class Catalog:
         with self.changed:
             known = self._rows.of(namespace).get
             old = [row for row in map(known, hashes) if row is not None]
-            to = self._legal(old, tier, what)
+            to = self._copies.legal(old, tier, what)
             if len(old) == len(hashes):
                 rows, new = old, []
             else:
@@ -275,7 +258,7 @@ class Catalog:
                 new = self._rows.add_all(namespace, names, tenant_digest, where)
                 self._describe(new, names, priority, expiry_ns)
                 rows = [self._rows.of(namespace)[digest] for digest in hashes] if old else new
-            states, last_use_ns = self._states[tier], self._last_use_ns
+            states, last_use_ns = self._copies.states[tier], self._last_use_ns
             for row in rows:
                 states[row] = to[states[row]]
                 last_use_ns[row] = max(last_use_ns[row], now_ns)
@@ -293,7 +276,7 @@ class Catalog:
         Those that no put has announced enter the tier's order now.
         """
         with self.changed:
-            self._move(rows, tier, "commit")
+            self._copies.move(rows, tier, "commit")
             for row, where in zip(rows, places, strict=True):
                 if tier is Tier.HOST:
                     self._host_slot[row] = where.slot
@@ -302,14 +285,13 @@ class Catalog:
             if pinned:
                 for row in rows:
                     self._pins[tier][row] += 1
-            ordered, bit = self._ordered, _BIT[tier]
-            self._order([row for row in rows if not ordered[row] & bit], tier)
+            self._order(self._orders.missing(rows, tier), tier)
             self.changed.notify_all()
 
     def relocate(self, row: int, where: Location) -> None:
         """Say where a READY copy on the SSD lies now; a pin does not keep it where it was."""
         with self.changed:
-            if self._states[Tier.SSD][row] != CopyState.READY:
+            if self._copies.states[Tier.SSD][row] != CopyState.READY:
                 raise ValueError(f"catalog row {row}: only a READY copy on the SSD has a place")
             self._places.put(row, where)
 
@@ -320,18 +302,17 @@ class Catalog:
     def end_all(self, rows: Sequence[int], tier: Tier, what: str) -> None:
         """End copies: "abort", "decline", "evicted", "drop"; or "keep" if their eviction failed."""
         with self.changed:
-            self._move(rows, tier, what)
+            self._copies.move(rows, tier, what)
             if what == "keep":
                 self._order(rows, tier)
             else:
-                order, ordered, bit = self._orders[tier], self._ordered, _BIT[tier]
-                for row in rows:
-                    if ordered[row] & bit:
-                        ordered[row] ^= bit
-                        (order.evicted if what == "decline" else order.forget)(row)
-                    if tier is Tier.SSD:
-                        self._uses.forget(row)
-                    self._collect(row)
+                if what == "decline":
+                    self._orders.evicted(rows, tier)
+                else:
+                    self._orders.forget(rows, tier)
+                if tier is Tier.SSD:
+                    self._uses.forget(rows)
+                self._collect(rows)
             self.changed.notify_all()
 
     def evict(self, tier: Tier, count: int) -> list[int]:
@@ -342,9 +323,8 @@ class Catalog:
         """
         with self.changed:
             self._expire()
-            order, states, pins = self._orders[tier], self._states[tier], self._pins[tier]
-            rows: list[int] = []
-            for row in order.victims():
+            states, pins, rows = self._copies.states[tier], self._pins[tier], []
+            for row in self._orders.victims(tier):
                 if len(rows) == count:
                     break
                 if states[row] != CopyState.READY:
@@ -352,18 +332,18 @@ class Catalog:
                         break
                 elif not pins[row]:
                     rows.append(row)
-            for row in rows:
-                order.evicted(row)
-            return self._leave(rows, tier)
+            self._copies.move(rows, tier, "evict")
+            self._orders.evicted(rows, tier)
+            return rows
 
     def take_out(self, rows: Iterable[int], tier: Tier) -> list[int]:
         """Move those of ``rows`` that are READY and unpinned to EVICTING; returns them."""
         with self.changed:
-            states, pins = self._states[tier], self._pins[tier]
+            states, pins = self._copies.states[tier], self._pins[tier]
             taken = [row for row in rows if states[row] == CopyState.READY and not pins[row]]
-            for row in taken:
-                self._orders[tier].forget(row)
-            return self._leave(taken, tier)
+            self._copies.move(taken, tier, "evict")
+            self._orders.forget(taken, tier)
+            return taken
 
     # -- uses
 
@@ -375,20 +355,20 @@ class Catalog:
         with self.changed:
             of = self._rows.of(namespace).get
             known = [row for row in map(of, reversed(hashes)) if row is not None]
-            last_use_ns, shown, ssd = self._last_use_ns, self._shown, _BIT[Tier.SSD]
+            last_use_ns, shown, ssd = self._last_use_ns, self._copies.shown, BIT[Tier.SSD]
             for row in known:
                 last_use_ns[row] = max(last_use_ns[row], now_ns)
             self._uses.add(known)
             self._uses.record([row for row in known if shown[row] & ssd])
-            for tier in _TIERS:
-                self._order_again(known, tier)
+            for tier in TIERS:
+                self._orders.touch(known, tier)
 
     def announce(
         self,
         namespace: bytes,
         hashes: Sequence[bytes],
         coming: Iterable[int],
-        tiers: Iterable[Tier] = _TIERS,
+        tiers: Iterable[Tier] = TIERS,
     ) -> None:
         """Order a put's prompt, tail to head, without counting a use.
 
@@ -399,10 +379,8 @@ class Catalog:
             of = self._rows.of(namespace).get
             known = [row for row in map(of, reversed(hashes)) if row is not None]
             for tier in tiers:
-                bit = _BIT[tier]
-                for row in coming:
-                    self._ordered[row] |= bit
-                self._order_again(known, tier)
+                self._orders.announce(coming, tier)
+                self._orders.touch(known, tier)
 
     def uses(self, limit: int) -> list[Use]:
         """Take out the new uses of up to ``limit`` blocks that have a copy on the SSD."""
@@ -431,27 +409,22 @@ class Catalog:
         """
         with self.changed:
             self._expire()
-            expired = self._priority[row] == EXPIRED
-            if priority > self._priority[row]:
-                self._rank(row, priority)
-            before = self._deadlines.column[row]
-            if expired or (before and (not expiry_ns or expiry_ns > before)):
-                self._deadlines.set(row, expiry_ns)
-            if expired:
-                self._show(row)
+            self._orders.retain(row, priority, expiry_ns)
+            self._copies.hidden.discard(row)
+            self._copies.show((row,))
 
     def expired(self, row: int) -> bool:
         """Return whether a row's block has expired."""
         with self.changed:
             self._expire()
-            return self._priority[row] == EXPIRED
+            return self._orders.has_expired(row)
 
     # -- pins
 
     def pin(self, row: int, tier: Tier) -> bool:
         """Protect a READY copy from eviction; False if it is not READY. Undone by ``unpin``."""
         with self.changed:
-            if self._states[tier][row] != CopyState.READY:
+            if self._copies.states[tier][row] != CopyState.READY:
                 return False
             self._pins[tier][row] += 1
             return True
@@ -477,7 +450,7 @@ class Catalog:
             rows = self._rows.of(namespace)
             for digest, wanted in zip(hashes, tiers, strict=True):
                 row = rows.get(digest)
-                found = () if row is None or wanted is None else _SHOWN[self._shown[row]]
+                found = () if row is None or wanted is None else SHOWN[self._copies.shown[row]]
                 kept.append(bool(found))
                 if row is not None and found:
                     held.append((row, wanted if wanted in found else found[0]))
@@ -493,137 +466,68 @@ class Catalog:
     def pins(self, tier: Tier | None = None) -> int:
         """Return the number of pins held in ``tier``, or in all."""
         with self.changed:
-            wanted = _TIERS if tier is None else (tier,)
+            wanted = TIERS if tier is None else (tier,)
             return sum(int(np.asarray(self._pins[each]).sum()) for each in wanted)
 
     def check(self) -> list[str]:
         """Return what is wrong with the catalog's books, in words."""
         with self.changed:
-            problems = self._rows.check()
-            shown = np.zeros(len(self._shown), dtype=np.uint8)
-            for tier in _TIERS:
-                is_ready = np.asarray(self._states[tier]) == CopyState.READY
-                shown += is_ready.view(np.uint8) * _BIT[tier]
-                if is_ready.sum() != self._ready[tier]:
-                    problems.append(
-                        f"catalog: {is_ready.sum()} ready in {tier}, {self._ready[tier]} counted"
-                    )
+            problems = [*self._rows.check(), *self._copies.check()]
+            for tier in TIERS:
                 if (np.asarray(self._pins[tier]) < 0).any():
                     problems.append(f"catalog: a pin count below zero in {tier}")
-                if (np.asarray(self._ordered)[is_ready] & _BIT[tier] == 0).any():
+                is_ready = np.asarray(self._copies.states[tier]) == CopyState.READY
+                if (np.asarray(self._orders.has)[is_ready] & BIT[tier] == 0).any():
                     problems.append(f"catalog: a copy that no order has in {tier}")
-            shown[np.asarray(self._priority) == EXPIRED] = 0
-            if (np.asarray(self._shown) != shown).any():
-                problems.append("catalog: a block is shown where it is not ready")
         return problems
 
     # -- inside
-
-    def _legal(self, rows: Iterable[int], tier: Tier, what: str) -> tuple[int, ...]:
-        """Return where a move leads from each state; ``ValueError`` if a row has no such move."""
-        states, to = self._states[tier], moves(what)
-        for row in rows:
-            if to[states[row]] < 0:
-                try:
-                    after(CopyState(states[row]), what)
-                except ValueError as error:
-                    raise ValueError(f"catalog row {row}, {tier}: {error}") from None
-        return to
-
-    def _move(self, rows: Sequence[int], tier: Tier, what: str) -> None:
-        """Make a move with all rows, or with none."""
-        states, to = self._states[tier], self._legal(rows, tier, what)
-        for row in rows:
-            states[row] = to[states[row]]
-        turns = {"commit": 1, "keep": 1, "evict": -1, "drop": -1}.get(what, 0)
-        if turns:
-            self._ready[tier] += turns * len(rows)
-            for row in rows:
-                self._show(row)
-
-    def _show(self, row: int) -> None:
-        """Show a block where it is READY, unless it has expired, and note the change."""
-        host, ssd = self._states[Tier.HOST][row], self._states[Tier.SSD][row]
-        shown = (host == CopyState.READY) + 2 * (ssd == CopyState.READY)
-        if self._priority[row] == EXPIRED:
-            shown = 0
-        if shown != self._shown[row]:
-            self._shown[row] = shown
-            self._changes.add((*self._rows.key(row), _SHOWN[shown]))
 
     def _describe(
         self, rows: Sequence[int], hashes: Sequence[bytes], priority: int, expiry_ns: int
     ) -> None:
         """Fill the columns of new rows."""
-        missing = len(self._rows) - len(self._shown)
+        missing = len(self._rows) - len(self._last_use_ns)
         if missing:
             for column in self._columns:
                 column.frombytes(bytes(missing * column.itemsize))
         self._uses.begin(rows, hashes)
-        for row in rows if priority or expiry_ns else ():
-            self._priority[row] = priority
-            self._deadlines.set(row, expiry_ns)
+        if priority or expiry_ns:
+            self._orders.describe(rows, priority, expiry_ns)
 
     def _order(self, rows: Sequence[int], tier: Tier) -> None:
         """Make rows the most recent of a tier's order; unknown ones enter."""
-        ordered, bit = self._ordered, _BIT[tier]
-        for row in rows:
-            ordered[row] |= bit
-        self._orders[tier].touch(rows)
-
-    def _order_again(self, rows: Sequence[int], tier: Tier) -> None:
-        ordered, bit = self._ordered, _BIT[tier]
-        self._orders[tier].touch([row for row in rows if ordered[row] & bit])
-
-    def _leave(self, rows: list[int], tier: Tier) -> list[int]:
-        self._move(rows, tier, "evict")
-        for row in rows:
-            self._ordered[row] ^= _BIT[tier]
-        return rows
+        self._orders.announce(rows, tier)
+        self._orders.touch(rows, tier)
 
     def _is_coming(self, row: int) -> bool:
-        """Whether a copy is on its way to the SSD."""
-        return (
-            bool(
-                self._states[Tier.SSD][row] == CopyState.WRITING
-                or self._states[Tier.HOST][row] == CopyState.WRITING
-                or self._pins[Tier.HOST][row]
-            )
-            and self._priority[row] != EXPIRED
-        )
-
-    def _rank(self, row: int, priority: int) -> None:
-        """Change a row's priority, and its place in the orders that have it."""
-        tiers = _SHOWN[self._ordered[row]]
-        for tier in tiers:
-            self._orders[tier].forget(row)
-        self._priority[row] = priority
-        for tier in tiers:
-            self._orders[tier].touch([row])
+        """Whether a copy is on its way to the SSD, and not late."""
+        states = self._copies.states
+        coming = CopyState.WRITING in (states[Tier.SSD][row], states[Tier.HOST][row])
+        late = self._orders.has_expired(row)
+        return (coming or self._pins[Tier.HOST][row] > 0) and not late
 
     def _expire(self) -> None:
         """Hide what has expired since the last look, and let it go first."""
-        for row in self._deadlines.due(self._now_ns):
-            self._rank(row, EXPIRED)
-            self._show(row)
+        rows = self._orders.expire(self._now_ns)
+        if rows:
+            self._copies.hidden.update(rows)
+            self._copies.show(rows)
 
     def _unpin(self, row: int, tier: Tier) -> None:
         if self._pins[tier][row] <= 0:
             raise ValueError(f"catalog row {row} is not pinned in {tier}")
         self._pins[tier][row] -= 1
-        self._collect(row)
+        self._collect((row,))
 
-    def _collect(self, row: int) -> None:
-        """Free a row once no copy and no pin refers to it."""
-        if self._shown[row] or not self._rows.holds(row):
-            return
-        if any(self._states[tier][row] or self._pins[tier][row] for tier in _TIERS):
-            return
-        self._uses.end(row, self._rows.key(row)[1])
-        for tier in _SHOWN[self._ordered[row]]:
-            self._orders[tier].forget(row)
-        self._ordered[row] = 0
-        self._rows.remove(row)
-        self._last_use_ns[row] = 0
-        self._priority[row] = 0
-        self._deadlines.set(row, 0)
+    def _collect(self, rows: Iterable[int]) -> None:
+        """Free rows to which no copy and no pin refers."""
+        host, ssd = self._pins.values()
+        free = [row for row in self._copies.unused(rows) if not host[row] and not ssd[row]]
+        if free:
+            self._uses.end(free, [digest for _, digest in self._rows.keys(free)])
+            self._orders.clear(free)
+            self._copies.hidden.difference_update(free)
+            self._rows.remove_all(free)
+            for row in free:
+                self._last_use_ns[row] = 0

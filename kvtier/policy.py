@@ -37,11 +37,11 @@ class Policy(Protocol):
     def enter(self, rows: np.ndarray[Any, Any]) -> None:
         """Note a use of many rows at once, like ``touch``; distinct, and none of them is in."""
 
-    def forget(self, row: int) -> None:
-        """Take a row out; unknown rows are ignored."""
+    def forget(self, rows: Iterable[int]) -> None:
+        """Take rows out; unknown ones are ignored."""
 
-    def evicted(self, row: int) -> None:
-        """Take a victim out: what the policy learns from, as it does not from ``forget``."""
+    def evicted(self, rows: Iterable[int]) -> None:
+        """Take victims out: what the policy learns from, as it does not from ``forget``."""
 
     def victims(self) -> Iterator[int]:
         """Walk the rows, first to go first. The order must not change while walking."""
@@ -69,9 +69,9 @@ class Lru:
         """Note a use of many rows at once, like ``touch``; distinct, and none of them is in."""
         self._rings.enter(rows, 0)
 
-    def forget(self, row: int) -> None:
-        """Take a row out; unknown rows are ignored."""
-        self._rings.remove(row)
+    def forget(self, rows: Iterable[int]) -> None:
+        """Take rows out; unknown ones are ignored."""
+        self._rings.remove(rows)
 
     evicted = forget
 
@@ -107,25 +107,26 @@ class Sieve:
         self._rings.enter(rows, 0)
         self._grow(int(rows.max()) if rows.size else -1)
 
-    def forget(self, row: int) -> None:
-        """Take a row out; unknown rows are ignored."""
-        if row in self._rings:
-            if row == self._hand:
-                self._hand = self._rings.newer(row)
-            self._rings.remove(row)
-            self._used[row] = 0
+    def forget(self, rows: Iterable[int]) -> None:
+        """Take rows out; unknown ones are ignored."""
+        for row in rows:
+            if row in self._rings:
+                if row == self._hand:
+                    self._hand = self._rings.newer(row)
+                self._rings.remove((row,))
+                self._used[row] = 0
 
-    def evicted(self, row: int) -> None:
-        """Take a victim out: the hand has passed what it spared, and goes on after it."""
-        if row not in self._rings:
-            return
-        round_ = self._round()
-        for passed in round_:
-            if passed == row and not self._used[row]:
-                break
-            self._used[passed] = 0  # a victim that was used means that the hand came round
-        self._hand = self._rings.newer(row)
-        self._rings.remove(row)
+    def evicted(self, rows: Iterable[int]) -> None:
+        """Take victims out: the hand has passed what it spared, and goes on after them."""
+        for row in rows:
+            if row not in self._rings:
+                continue
+            for passed in self._round():
+                if passed == row and not self._used[row]:
+                    break
+                self._used[passed] = 0  # a victim that was used means that the hand came round
+            self._hand = self._rings.newer(row)
+            self._rings.remove((row,))
 
     def victims(self) -> Iterator[int]:
         """Walk the rows, first to go first: the unused from the hand on, then the used ones."""

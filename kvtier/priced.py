@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 from itertools import repeat
 from math import log2
@@ -21,6 +22,8 @@ __all__ = ["LEVELS_PER_OCTAVE", "PrefixClosed", "Priced"]
 
 LEVELS_PER_OCTAVE: Final = 8
 """Values are rounded to a level; neighbours differ by a factor of 2 ** (1 / 8), or 9 %."""
+LEVELS_KEPT: Final = 1 << 14
+"""Values whose level is looked up rather than computed; those of a store are few."""
 _VALUE_MIN: Final = 2.0**-8
 _VALUE_MAX: Final = 2.0**24
 _OFFSET: Final = 8 * LEVELS_PER_OCTAVE
@@ -28,6 +31,7 @@ _LEVELS: Final = 32 * LEVELS_PER_OCTAVE + 1
 _WEIGHTS: Final = [2.0 ** ((level - _OFFSET) / LEVELS_PER_OCTAVE) for level in range(_LEVELS)]
 
 
+@lru_cache(maxsize=LEVELS_KEPT)
 def _level(value: float) -> int:
     bounded = min(max(value, _VALUE_MIN), _VALUE_MAX)
     return round(log2(bounded) * LEVELS_PER_OCTAVE) + _OFFSET
@@ -74,14 +78,15 @@ class Priced:
         )
         self._place_all(rows, levels)
 
-    def forget(self, row: int) -> None:
-        """Take a row out; unknown rows are ignored."""
-        self._rings.remove(row)
+    def forget(self, rows: Iterable[int]) -> None:
+        """Take rows out; unknown ones are ignored."""
+        self._rings.remove(rows)
 
-    def evicted(self, row: int) -> None:
-        """Take a victim out, and set the clock to its priority."""
-        if self._rings.remove(row):
-            self._clock = max(self._clock, self._priority[row])
+    def evicted(self, rows: Iterable[int]) -> None:
+        """Take victims out, and set the clock to the priority of the last."""
+        rows = [row for row in rows if row in self._rings]
+        self._rings.remove(rows)
+        self._clock = max([self._clock, *(self._priority[row] for row in rows)])
 
     def victims(self) -> Iterator[int]:
         """Walk the rows, first to go first."""
@@ -102,7 +107,7 @@ class Priced:
     def _levels_of(self, rows: Sequence[int]) -> list[int]:
         if self._values is None:
             return [_OFFSET] * len(rows)
-        return [_level(value) for value in self._values.of(rows)]
+        return list(map(_level, self._values.of(rows)))
 
     def _place(self, rows: Sequence[int], levels: Sequence[int]) -> None:
         """Make each row the newest of its level, at its priority from now."""

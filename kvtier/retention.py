@@ -71,7 +71,7 @@ class Deadlines:
         if before == expiry_ns:
             return
         self.column[row] = expiry_ns
-        self._live += bool(expiry_ns) - bool(before)
+        self._live += (expiry_ns != 0) - (before != 0)
         if expiry_ns:
             heappush(self._heap, (expiry_ns, row))
         if len(self._heap) > 2 * self._live + 64:
@@ -127,13 +127,15 @@ class Ranks:
         for priority in np.unique(mine).tolist():
             self._of(priority).enter(rows[mine == priority])
 
-    def forget(self, row: int) -> None:
-        """Take a row out; unknown rows are ignored."""
-        self._of(self._priorities[row]).forget(row)
+    def forget(self, rows: Iterable[int]) -> None:
+        """Take rows out; unknown ones are ignored."""
+        for priority, some in groupby(rows, self._priorities.__getitem__):
+            self._of(priority).forget(some)
 
-    def evicted(self, row: int) -> None:
-        """Take a victim out, and let its order learn from it."""
-        self._of(self._priorities[row]).evicted(row)
+    def evicted(self, rows: Iterable[int]) -> None:
+        """Take victims out, and let their orders learn from it."""
+        for priority, some in groupby(rows, self._priorities.__getitem__):
+            self._of(priority).evicted(some)
 
     def victims(self) -> Iterator[int]:
         """Walk the rows, first to go first."""

@@ -68,16 +68,17 @@ class Rings:
         after[chain[:-1]] = chain[1:]
         before[chain[1:]] = chain[:-1]
 
-    def remove(self, row: int) -> bool:
-        """Take a row out; False if it was in no ring."""
-        if row not in self:
-            return False
-        place = row + self._ends
-        older, newer = self._before[place], self._after[place]
-        self._after[older] = newer
-        self._before[newer] = older
-        self._before[place] = _OUT
-        return True
+    def remove(self, rows: Iterable[int]) -> None:
+        """Take rows out; those that are in no ring are ignored."""
+        ends, after, before = self._ends, self._after, self._before
+        end = len(before)
+        for row in rows:
+            place = row + ends
+            if place < end and before[place] != _OUT:
+                older, newer = before[place], after[place]
+                after[older] = newer
+                before[newer] = older
+                before[place] = _OUT
 
     def oldest(self, ring: int) -> int:
         """Return the oldest row of a ring; negative if the ring is empty."""

@@ -7,14 +7,14 @@ built when it is asked for.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
 from kvtier.tiers.base import BlockId, Location
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.tiers.entries import Entries
 
@@ -172,17 +172,28 @@ class BlockRows:
             by_hash[digest] = row
         return rows
 
+    def keys(self, rows: Iterable[int]) -> list[tuple[bytes, bytes]]:
+        """Return the namespace and the hash of the block of each of these rows, which hold one."""
+        name, numbers, hashes = self._namespaces.digest, self._namespace, self._hashes
+        found = [(name(numbers[row]), hashes[row]) for row in rows]
+        return cast("list[tuple[bytes, bytes]]", found)
+
     def remove(self, row: int) -> None:
         """Take a row from its block; ``add`` may give it to another."""
-        namespace, digest = self.key(row)
-        rows = self._by_hash[namespace]
-        del rows[digest]
-        if not rows:
-            del self._by_hash[namespace]
-        self._hashes[row] = None
-        self._namespaces.release(self._namespace[row])
-        self._tenants.release(self._tenant[row])
-        self._free.append(row)
+        self.remove_all((row,))
+
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Take distinct rows from their blocks; ``add`` may give them to others."""
+        hashes = self._hashes
+        for row, (namespace, digest) in zip(rows, self.keys(rows), strict=True):
+            mine = self._by_hash[namespace]
+            del mine[digest]
+            if not mine:
+                del self._by_hash[namespace]
+            hashes[row] = None
+            self._namespaces.release(self._namespace[row])
+            self._tenants.release(self._tenant[row])
+        self._free.extend(rows)
 
     def restore(self, entries: Entries) -> None:
         """Give the blocks of a table the rows 0, 1, ...; ``ValueError`` if it names one twice.

@@ -12,7 +12,7 @@ from kvtier.history import USES_MAX, History
 from kvtier.rows import append_all
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["USES_KEPT", "Uses"]
 
@@ -43,9 +43,11 @@ class Uses:
         """Append the uses of a table of blocks, from the hits that the index counted."""
         append_all(self.column, np.minimum(hits.astype(np.uint64) + 1, USES_MAX))
 
-    def end(self, row: int, digest: bytes) -> None:
-        """Remember the uses of a block that has no copy any more."""
-        self._history.note(digest, self.column[row])
+    def end(self, rows: Sequence[int], hashes: Iterable[bytes]) -> None:
+        """Remember the uses of blocks that have no copy any more."""
+        column, note = self.column, self._history.note
+        for row, digest in zip(rows, hashes, strict=True):
+            note(digest, column[row])
 
     def add(self, rows: Sequence[int]) -> None:
         """Count one more use of each."""
@@ -61,9 +63,10 @@ class Uses:
             if row in new or len(new) < self._kept:
                 new[row] = new.get(row, 0) + 1
 
-    def forget(self, row: int) -> None:
-        """Drop what was kept of a block that left the SSD."""
-        self._new.pop(row, None)
+    def forget(self, rows: Iterable[int]) -> None:
+        """Drop what was kept of blocks that left the SSD."""
+        for row in rows if self._new else ():
+            self._new.pop(row, None)
 
     def take(self, limit: int) -> list[tuple[int, int]]:
         """Take out up to ``limit`` (row, uses)."""

@@ -43,8 +43,10 @@ LAYERS = (
     {
         "calibration",
         "catalog",
+        "copies",
         "follower",
         "mover",
+        "orders",
         "prefetcher",
         "purge",
         "restore",
