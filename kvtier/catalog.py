@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -18,17 +17,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtier.changes import CHANGES_KEPT, BlockTiers, CatalogChanges, ChangeLog
-from kvtier.copies import BIT, SHOWN, TIERS, Copies
+from kvtier.columns import Columns
+from kvtier.copies import BIT, SHOWN, TIERS
 from kvtier.history import History
 from kvtier.lifecycle import CopyState, after
-from kvtier.orders import Orders
 from kvtier.plan import Tier
 from kvtier.prices import Prices
-from kvtier.retention import PRIORITIES
-from kvtier.rows import BlockRows, Places, append_all, use_order
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.index import Use
-from kvtier.uses import USES_KEPT, Uses
+from kvtier.uses import USES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalog", "CopyState"]
 
-_NS_MAX: Final = (1 << 63) - 1
 _NO_PRICES: Final = Prices()
 
 
@@ -62,25 +58,18 @@ class Catalog:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self._now_ns = now_ns
-        self._rows = BlockRows()
         self._changes = ChangeLog(changes_kept, first_change)
-        # One element a row. A numpy view of one may not outlive the call that makes it: an array
-        # that is looked into cannot grow.
-        self._copies = Copies(self._rows, self._changes)
-        self._pins = {tier: array("i") for tier in TIERS}
-        self._host_slot = array("I")
-        self._places = Places()
-        self._last_use_ns = array("q")
-        self._uses = Uses(history or History(), uses_kept)
-        self._orders = Orders(
-            policy, prices, uses=self._uses.column, positions=self._rows.positions,
-            slot_bytes=self._places.slot_bytes,
-        )  # fmt: skip
-        self._columns = (
-            *self._copies.columns, *self._pins.values(), self._host_slot, *self._places.columns,
-            self._last_use_ns, self._uses.column, *self._orders.columns,
-        )  # fmt: skip
+        self._columns = columns = Columns(
+            policy, prices, self._changes, history or History(), uses_kept=uses_kept, now_ns=now_ns
+        )
+        self._rows = columns.rows
+        self._copies = columns.copies
+        self._pins = columns.pins
+        self._host_slot = columns.host_slot
+        self._places = columns.places
+        self._last_use_ns = columns.last_use_ns
+        self._uses = columns.uses
+        self._orders = columns.orders
 
     def reprice(self, prices: Prices) -> None:
         """Use other prices from now on; what is in order keeps its place until it is touched."""
@@ -95,7 +84,7 @@ class Catalog:
         """Return the first tier of ``order`` in which each block is READY; touches nothing."""
         best = [next((tier for tier in order if tier in tiers), None) for tiers in SHOWN]
         with self.changed:
-            self._expire()
+            self._columns.expire()
             shown = self._copies.shown
             rows = map(self._rows.of(namespace).get, hashes)
             return tuple([None if row is None else best[shown[row]] for row in rows])
@@ -150,11 +139,7 @@ class Catalog:
     ) -> list[int]:
         """Return the rows with a copy in any state that match all filters; None matches all."""
         with self.changed:
-            chosen = self._rows.matching(namespace, tenant_digest)
-            chosen &= self._copies.present()
-            if used_before_ns is not None:
-                chosen &= np.asarray(self._last_use_ns) < used_before_ns
-            return np.flatnonzero(chosen).tolist()
+            return self._columns.select(namespace, tenant_digest, used_before_ns)
 
     # -- following
 
@@ -164,13 +149,13 @@ class Catalog:
         None if that is too long ago, or not of this catalog: the caller takes a ``snapshot``.
         """
         with self.changed:
-            self._expire()
+            self._columns.expire()
             return self._changes.since(since)
 
     def snapshot(self) -> tuple[int, Iterator[BlockTiers]]:
         """Return everything READY, and the sequence number to ask ``changes`` from."""
         with self.changed:
-            self._expire()
+            self._columns.expire()
             sequence, shown = self._changes.sequence, bytes(self._copies.shown)
             spaces = [
                 (namespace, list(rows), list(rows.values()))
@@ -191,21 +176,8 @@ class Catalog:
         They are ordered by last use, and those of one use tail to head. Raises ``ValueError`` if a
         block is there twice, and enters none then.
         """
-        count = len(entries)
         with self.changed:
-            self._rows.restore(entries)
-            append_all(self._copies.states[Tier.SSD], np.full(count, CopyState.READY))
-            append_all(self._copies.shown, np.full(count, BIT[Tier.SSD]))
-            self._places.restore(entries)
-            append_all(self._last_use_ns, np.minimum(entries["last_use_ns"], _NS_MAX))
-            lowest, highest = PRIORITIES.start, PRIORITIES.stop - 1
-            priorities = np.clip(entries["priority"], lowest, highest)
-            self._orders.restore(priorities, np.minimum(entries["expiry_ns"], _NS_MAX))
-            self._uses.restore(entries["hits"])
-            for column in self._columns:
-                append_all(column, np.zeros(count - len(column)))  # all that is not said above
-            self._copies.ready[Tier.SSD] = count
-            self._orders.enter(use_order(entries), Tier.SSD)
+            self._columns.restore(entries)
             self._changes.cut()
             self.changed.notify_all()
 
@@ -245,19 +217,15 @@ class Catalog:
         one.
         """
         with self.changed:
-            known = self._rows.of(namespace).get
-            old = [row for row in map(known, hashes) if row is not None]
+            old = self._known(namespace, hashes)
             to = self._copies.legal(old, tier, what)
-            if len(old) == len(hashes):
-                rows, new = old, []
-            else:
+            rows = old
+            if len(old) < len(hashes):
                 after(CopyState.ABSENT, what)  # raises before there is a row
-                fresh = [at for at, digest in enumerate(hashes) if known(digest) is None]
-                names = [hashes[at] for at in fresh]
-                where = [positions[at] for at in fresh]
-                new = self._rows.add_all(namespace, names, tenant_digest, where)
-                self._describe(new, names, priority, expiry_ns)
-                rows = [self._rows.of(namespace)[digest] for digest in hashes] if old else new
+                rows = self._columns.add(
+                    namespace, hashes, tenant_digest, positions,
+                    priority=priority, expiry_ns=expiry_ns,
+                )  # fmt: skip
             states, last_use_ns = self._copies.states[tier], self._last_use_ns
             for row in rows:
                 states[row] = to[states[row]]
@@ -285,7 +253,7 @@ class Catalog:
             if pinned:
                 for row in rows:
                     self._pins[tier][row] += 1
-            self._order(self._orders.missing(rows, tier), tier)
+            self._columns.order(self._orders.missing(rows, tier), tier)
             self.changed.notify_all()
 
     def relocate(self, row: int, where: Location) -> None:
@@ -304,7 +272,7 @@ class Catalog:
         with self.changed:
             self._copies.move(rows, tier, what)
             if what == "keep":
-                self._order(rows, tier)
+                self._columns.order(rows, tier)
             else:
                 if what == "decline":
                     self._orders.evicted(rows, tier)
@@ -312,7 +280,7 @@ class Catalog:
                     self._orders.forget(rows, tier)
                 if tier is Tier.SSD:
                     self._uses.forget(rows)
-                self._collect(rows)
+                self._columns.collect(rows)
             self.changed.notify_all()
 
     def evict(self, tier: Tier, count: int) -> list[int]:
@@ -322,16 +290,8 @@ class Catalog:
         it would displace finds no room.
         """
         with self.changed:
-            self._expire()
-            states, pins, rows = self._copies.states[tier], self._pins[tier], []
-            for row in self._orders.victims(tier):
-                if len(rows) == count:
-                    break
-                if states[row] != CopyState.READY:
-                    if tier is Tier.SSD and self._is_coming(row):
-                        break
-                elif not pins[row]:
-                    rows.append(row)
+            self._columns.expire()
+            rows = self._columns.victims(tier, count)
             self._copies.move(rows, tier, "evict")
             self._orders.evicted(rows, tier)
             return rows
@@ -353,8 +313,7 @@ class Catalog:
         A clock that goes back changes no last use; ``uses`` has those on the SSD that had room.
         """
         with self.changed:
-            of = self._rows.of(namespace).get
-            known = [row for row in map(of, reversed(hashes)) if row is not None]
+            known = self._known(namespace, reversed(hashes))
             last_use_ns, shown, ssd = self._last_use_ns, self._copies.shown, BIT[Tier.SSD]
             for row in known:
                 last_use_ns[row] = max(last_use_ns[row], now_ns)
@@ -376,8 +335,7 @@ class Catalog:
         committed head first, and a prompt's tail must not outlive its head for that.
         """
         with self.changed:
-            of = self._rows.of(namespace).get
-            known = [row for row in map(of, reversed(hashes)) if row is not None]
+            known = self._known(namespace, reversed(hashes))
             for tier in tiers:
                 self._orders.announce(coming, tier)
                 self._orders.touch(known, tier)
@@ -408,7 +366,7 @@ class Catalog:
         What has expired is shown again. The record on the SSD stays as it was written.
         """
         with self.changed:
-            self._expire()
+            self._columns.expire()
             self._orders.retain(row, priority, expiry_ns)
             self._copies.hidden.discard(row)
             self._copies.show((row,))
@@ -416,7 +374,7 @@ class Catalog:
     def expired(self, row: int) -> bool:
         """Return whether a row's block has expired."""
         with self.changed:
-            self._expire()
+            self._columns.expire()
             return self._orders.has_expired(row)
 
     # -- pins
@@ -432,7 +390,7 @@ class Catalog:
     def unpin(self, row: int, tier: Tier) -> None:
         """Undo one ``pin``."""
         with self.changed:
-            self._unpin(row, tier)
+            self._columns.unpin(row, tier)
             self.changed.notify_all()
 
     @contextmanager
@@ -446,7 +404,7 @@ class Catalog:
         held: list[tuple[int, Tier]] = []
         kept: list[bool] = []
         with self.changed:
-            self._expire()
+            self._columns.expire()
             rows = self._rows.of(namespace)
             for digest, wanted in zip(hashes, tiers, strict=True):
                 row = rows.get(digest)
@@ -460,7 +418,7 @@ class Catalog:
         finally:
             with self.changed:
                 for row, tier in held:
-                    self._unpin(row, tier)
+                    self._columns.unpin(row, tier)
                 self.changed.notify_all()
 
     def pins(self, tier: Tier | None = None) -> int:
@@ -472,62 +430,8 @@ class Catalog:
     def check(self) -> list[str]:
         """Return what is wrong with the catalog's books, in words."""
         with self.changed:
-            problems = [*self._rows.check(), *self._copies.check()]
-            for tier in TIERS:
-                if (np.asarray(self._pins[tier]) < 0).any():
-                    problems.append(f"catalog: a pin count below zero in {tier}")
-                is_ready = np.asarray(self._copies.states[tier]) == CopyState.READY
-                if (np.asarray(self._orders.has)[is_ready] & BIT[tier] == 0).any():
-                    problems.append(f"catalog: a copy that no order has in {tier}")
-        return problems
+            return self._columns.check()
 
-    # -- inside
-
-    def _describe(
-        self, rows: Sequence[int], hashes: Sequence[bytes], priority: int, expiry_ns: int
-    ) -> None:
-        """Fill the columns of new rows."""
-        missing = len(self._rows) - len(self._last_use_ns)
-        if missing:
-            for column in self._columns:
-                column.frombytes(bytes(missing * column.itemsize))
-        self._uses.begin(rows, hashes)
-        if priority or expiry_ns:
-            self._orders.describe(rows, priority, expiry_ns)
-
-    def _order(self, rows: Sequence[int], tier: Tier) -> None:
-        """Make rows the most recent of a tier's order; unknown ones enter."""
-        self._orders.announce(rows, tier)
-        self._orders.touch(rows, tier)
-
-    def _is_coming(self, row: int) -> bool:
-        """Whether a copy is on its way to the SSD, and not late."""
-        states = self._copies.states
-        coming = CopyState.WRITING in (states[Tier.SSD][row], states[Tier.HOST][row])
-        late = self._orders.has_expired(row)
-        return (coming or self._pins[Tier.HOST][row] > 0) and not late
-
-    def _expire(self) -> None:
-        """Hide what has expired since the last look, and let it go first."""
-        rows = self._orders.expire(self._now_ns)
-        if rows:
-            self._copies.hidden.update(rows)
-            self._copies.show(rows)
-
-    def _unpin(self, row: int, tier: Tier) -> None:
-        if self._pins[tier][row] <= 0:
-            raise ValueError(f"catalog row {row} is not pinned in {tier}")
-        self._pins[tier][row] -= 1
-        self._collect((row,))
-
-    def _collect(self, rows: Iterable[int]) -> None:
-        """Free rows to which no copy and no pin refers."""
-        host, ssd = self._pins.values()
-        free = [row for row in self._copies.unused(rows) if not host[row] and not ssd[row]]
-        if free:
-            self._uses.end(free, [digest for _, digest in self._rows.keys(free)])
-            self._orders.clear(free)
-            self._copies.hidden.difference_update(free)
-            self._rows.remove_all(free)
-            for row in free:
-                self._last_use_ns[row] = 0
+    def _known(self, namespace: bytes, hashes: Iterable[bytes]) -> list[int]:
+        of = self._rows.of(namespace).get
+        return [row for row in map(of, hashes) if row is not None]

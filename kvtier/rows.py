@@ -7,6 +7,7 @@ built when it is asked for.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ class Interned:
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
-        self._digests: list[bytes] = []
+        self.digests: list[bytes] = []  # by number
         self._uses: list[int] = []
         self._free: list[int] = []
 
@@ -40,7 +41,7 @@ class Interned:
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a number in use."""
-        return self._digests[number]
+        return self.digests[number]
 
     def take(self, digest: bytes, uses: int = 1) -> int:
         """Return a digest's number, in use so many times more."""
@@ -49,20 +50,20 @@ class Interned:
             if self._free:
                 number = self._free.pop()
             else:
-                number = len(self._digests)
-                self._digests.append(b"")
+                number = len(self.digests)
+                self.digests.append(b"")
                 self._uses.append(0)
-            self._digests[number] = digest
+            self.digests[number] = digest
             self._numbers[digest] = number
         self._uses[number] += uses
         return number
 
-    def release(self, number: int) -> None:
-        """Undo one use."""
-        self._uses[number] -= 1
+    def release(self, number: int, uses: int = 1) -> None:
+        """Undo so many uses."""
+        self._uses[number] -= uses
         if not self._uses[number]:
-            del self._numbers[self._digests[number]]
-            self._digests[number] = b""
+            del self._numbers[self.digests[number]]
+            self.digests[number] = b""
             self._free.append(number)
 
     def take_all(self, digests: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -174,8 +175,8 @@ class BlockRows:
 
     def keys(self, rows: Iterable[int]) -> list[tuple[bytes, bytes]]:
         """Return the namespace and the hash of the block of each of these rows, which hold one."""
-        name, numbers, hashes = self._namespaces.digest, self._namespace, self._hashes
-        found = [(name(numbers[row]), hashes[row]) for row in rows]
+        names, numbers, hashes = self._namespaces.digests, self._namespace, self._hashes
+        found = [(names[numbers[row]], hashes[row]) for row in rows]
         return cast("list[tuple[bytes, bytes]]", found)
 
     def remove(self, row: int) -> None:
@@ -191,8 +192,12 @@ class BlockRows:
             if not mine:
                 del self._by_hash[namespace]
             hashes[row] = None
-            self._namespaces.release(self._namespace[row])
-            self._tenants.release(self._tenant[row])
+        for digests, column in (
+            (self._namespaces, self._namespace),
+            (self._tenants, self._tenant),
+        ):
+            for number, uses in Counter([column[row] for row in rows]).items():
+                digests.release(number, uses)
         self._free.extend(rows)
 
     def restore(self, entries: Entries) -> None:

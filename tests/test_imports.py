@@ -43,6 +43,7 @@ LAYERS = (
     {
         "calibration",
         "catalog",
+        "columns",
         "copies",
         "follower",
         "mover",

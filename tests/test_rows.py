@@ -40,7 +40,7 @@ def test_passing_tenants_leave_nothing_behind() -> None:
     for number in range(100):
         digest = number.to_bytes(32, "big")
         rows.remove(rows.add(BlockId(digest, digest), digest, 0))
-    assert len(rows) == len(rows._tenants._digests) == len(rows._namespaces._digests) == 1
+    assert len(rows) == len(rows._tenants.digests) == len(rows._namespaces.digests) == 1
     assert rows.spaces() == {}
 
 
