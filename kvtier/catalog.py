@@ -218,7 +218,7 @@ class Catalog:
         """
         with self.changed:
             old = self._known(namespace, hashes)
-            to = self._copies.legal(old, tier, what)
+            self._copies.legal(old, tier, what)
             rows = old
             if len(old) < len(hashes):
                 after(CopyState.ABSENT, what)  # raises before there is a row
@@ -226,10 +226,8 @@ class Catalog:
                     namespace, hashes, tenant_digest, positions,
                     priority=priority, expiry_ns=expiry_ns,
                 )  # fmt: skip
-            states, last_use_ns = self._copies.states[tier], self._last_use_ns
-            for row in rows:
-                states[row] = to[states[row]]
-                last_use_ns[row] = max(last_use_ns[row], now_ns)
+            self._copies.move(rows, tier, what)
+            self._columns.used(rows, now_ns)
             return rows
 
     def commit(self, row: int, tier: Tier, where: Location, *, pinned: bool = False) -> None:
@@ -245,14 +243,13 @@ class Catalog:
         """
         with self.changed:
             self._copies.move(rows, tier, "commit")
-            for row, where in zip(rows, places, strict=True):
-                if tier is Tier.HOST:
+            if tier is Tier.HOST:
+                for row, where in zip(rows, places, strict=True):
                     self._host_slot[row] = where.slot
-                else:
-                    self._places.put(row, where)
-            if pinned:
-                for row in rows:
-                    self._pins[tier][row] += 1
+            else:
+                self._places.put(rows, places)
+            for row in rows if pinned else ():
+                self._pins[tier][row] += 1
             self._columns.order(self._orders.missing(rows, tier), tier)
             self.changed.notify_all()
 
@@ -261,7 +258,7 @@ class Catalog:
         with self.changed:
             if self._copies.states[Tier.SSD][row] != CopyState.READY:
                 raise ValueError(f"catalog row {row}: only a READY copy on the SSD has a place")
-            self._places.put(row, where)
+            self._places.put((row,), (where,))
 
     def end(self, row: int, tier: Tier, what: str) -> None:
         """End one copy, like ``end_all``."""
@@ -314,9 +311,8 @@ class Catalog:
         """
         with self.changed:
             known = self._known(namespace, reversed(hashes))
-            last_use_ns, shown, ssd = self._last_use_ns, self._copies.shown, BIT[Tier.SSD]
-            for row in known:
-                last_use_ns[row] = max(last_use_ns[row], now_ns)
+            shown, ssd = self._copies.shown, BIT[Tier.SSD]
+            self._columns.used(known, now_ns)
             self._uses.add(known)
             self._uses.record([row for row in known if shown[row] & ssd])
             for tier in TIERS:

@@ -93,8 +93,10 @@ class Columns:
         """Give those of distinct blocks that have none a row each; returns the rows of all."""
         has = self.rows.of(namespace)
         fresh = [at for at, digest in enumerate(hashes) if digest not in has]
-        names = [hashes[at] for at in fresh]
-        rows = self.rows.add_all(namespace, names, tenant_digest, [positions[at] for at in fresh])
+        names = hashes
+        if len(fresh) < len(hashes):
+            names, positions = [hashes[at] for at in fresh], [positions[at] for at in fresh]
+        rows = self.rows.add_all(namespace, names, tenant_digest, positions)
         missing = len(self.rows) - len(self.last_use_ns)
         if missing:
             for column in self._all:
@@ -103,7 +105,7 @@ class Columns:
         if priority or expiry_ns:
             self.orders.describe(rows, priority, expiry_ns)
         has = self.rows.of(namespace)
-        return [has[digest] for digest in hashes]
+        return rows if names is hashes else [has[digest] for digest in hashes]
 
     def select(
         self, namespace: bytes | None, tenant_digest: bytes | None, used_before_ns: int | None
@@ -114,6 +116,12 @@ class Columns:
             chosen &= np.asarray(self.last_use_ns) < used_before_ns
         rows: list[int] = np.flatnonzero(chosen).tolist()
         return rows
+
+    def used(self, rows: Iterable[int], now_ns: int) -> None:
+        """Note when rows were used last; a clock that goes back changes nothing."""
+        last_use_ns = self.last_use_ns
+        for row in rows:
+            last_use_ns[row] = max(last_use_ns[row], now_ns)
 
     def order(self, rows: Sequence[int], tier: Tier) -> None:
         """Make rows the most recent of a tier's order; unknown ones enter."""
@@ -156,10 +164,9 @@ class Columns:
         host, ssd = self.pins.values()
         free = [row for row in self.copies.unused(rows) if not host[row] and not ssd[row]]
         if free:
-            self.uses.end(free, [digest for _, digest in self.rows.keys(free)])
             self.orders.clear(free)
             self.copies.hidden.difference_update(free)
-            self.rows.remove_all(free)
+            self.uses.end(free, self.rows.remove_all(free))
             for row in free:
                 self.last_use_ns[row] = 0
 

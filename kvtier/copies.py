@@ -45,22 +45,23 @@ class Copies:
         self.ready = dict.fromkeys(TIERS, 0)
         self.hidden: set[int] = set()
 
-    def legal(self, rows: Iterable[int], tier: Tier, what: str) -> tuple[int, ...]:
-        """Return where a move leads from each state; ``ValueError`` if a row has no such move."""
+    def legal(self, rows: Sequence[int], tier: Tier, what: str) -> list[int]:
+        """Return where a move leads each row; ``ValueError`` if one has no such move."""
         states, to = self.states[tier], moves(what)
-        for row in rows:
-            if to[states[row]] < 0:
-                try:
-                    after(CopyState(states[row]), what)
-                except ValueError as error:
-                    raise ValueError(f"catalog row {row}, {tier}: {error}") from None
-        return to
+        led = [to[states[row]] for row in rows]
+        if -1 in led:
+            row = rows[led.index(-1)]
+            try:
+                after(CopyState(states[row]), what)
+            except ValueError as error:
+                raise ValueError(f"catalog row {row}, {tier}: {error}") from None
+        return led
 
     def move(self, rows: Sequence[int], tier: Tier, what: str) -> None:
         """Make a move with all rows, or with none."""
-        states, to = self.states[tier], self.legal(rows, tier, what)
-        for row in rows:
-            states[row] = to[states[row]]
+        states = self.states[tier]
+        for row, state in zip(rows, self.legal(rows, tier, what), strict=True):
+            states[row] = state
         turns = _TURNS.get(what, 0)
         if turns:
             self.ready[tier] += turns * len(rows)
@@ -70,15 +71,22 @@ class Copies:
         """Show blocks where they are READY, and note what that changes."""
         host, ssd = (self.states[tier] for tier in TIERS)
         in_host, on_ssd = (_READY[tier] for tier in TIERS)
-        shown, hidden, turned = self.shown, self.hidden, []
+        shown, hidden = self.shown, self.hidden
+        turned: list[int] = []
+        tiers: list[tuple[Tier, ...]] = []
         for row in rows:
-            now = 0 if row in hidden else in_host[host[row]] | on_ssd[ssd[row]]
+            now = in_host[host[row]] | on_ssd[ssd[row]]
+            if hidden and row in hidden:
+                now = 0
             if now != shown[row]:
                 shown[row] = now
                 turned.append(row)
-        keys = self._rows.keys(turned)
+                tiers.append(SHOWN[now])
         self._changes.add_all(
-            [(*key, SHOWN[shown[row]]) for key, row in zip(keys, turned, strict=True)]
+            [
+                (name, digest, in_)
+                for (name, digest), in_ in zip(self._rows.keys(turned), tiers, strict=True)
+            ]
         )
 
     def unused(self, rows: Iterable[int]) -> list[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["HISTORY_PLACES", "USES_MAX", "History"]
 
@@ -26,14 +29,22 @@ class History:
         self._last = places - 1
         self._words = memoryview(bytearray(4 * places)).cast("I")  # fingerprint, then uses
 
-    def note(self, digest: bytes, uses: int) -> None:
-        """Remember the uses of a block."""
-        bits = int.from_bytes(digest[:8], "little")
-        mark = bits >> 32 & _PRINT_MASK
-        self._words[bits & self._last] = mark << 8 | min(uses, USES_MAX)
+    def note(self, hashes: Sequence[bytes], uses: Sequence[int]) -> None:
+        """Remember the uses of blocks, up to ``USES_MAX``."""
+        words, last = self._words, self._last
+        for bits, count in zip(_bits(hashes), uses, strict=True):
+            words[bits & last] = (bits >> 32 & _PRINT_MASK) << 8 | count
 
-    def recall(self, digest: bytes) -> int:
-        """Return the uses of a block; 0 if they are not known."""
-        bits = int.from_bytes(digest[:8], "little")
-        word = self._words[bits & self._last]
-        return word & USES_MAX if word >> 8 == bits >> 32 & _PRINT_MASK else 0
+    def recall(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the uses of blocks; 0 of those that are not known."""
+        words, last = self._words, self._last
+        return [
+            word & USES_MAX if (word := words[bits & last]) >> 8 == bits >> 32 & _PRINT_MASK else 0
+            for bits in _bits(hashes)
+        ]
+
+
+def _bits(hashes: Sequence[bytes]) -> list[int]:
+    """Return the first 64 bits of each 32-byte hash."""
+    words: list[int] = memoryview(b"".join(hashes)).cast("Q")[::4].tolist()
+    return words

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtier.copies import BIT, SHOWN, TIERS
+from kvtier.copies import BIT, SHOWN
 from kvtier.plan import Tier
 from kvtier.prices import HostValues, SsdValues
 from kvtier.retention import EXPIRED, Deadlines, Ranks
@@ -42,6 +42,7 @@ class Orders:
         self.has = array("B")  # the sum of the bits of the tiers whose order has a row
         self._priority = array("b")
         self._deadlines = Deadlines()
+        self._retained = False  # no row ever had a priority or an expiry
         self.columns = (self.has, self._priority, self._deadlines.column)
         self._values: dict[Tier, HostValues | SsdValues] = {
             Tier.HOST: HostValues(uses, positions, self.has, _SSD_BIT, prices),
@@ -63,6 +64,7 @@ class Orders:
         """Append the retention of a table of blocks."""
         self._priority.frombytes(priorities.astype(np.int8).tobytes())
         self._deadlines.restore(expiry_ns)
+        self._retained = bool(priorities.any() or expiry_ns.any())
 
     def enter(self, rows: np.ndarray[Any, Any], tier: Tier) -> None:
         """Enter many rows at once, the first to go first; none of them is in."""
@@ -108,22 +110,24 @@ class Orders:
 
     def describe(self, rows: Iterable[int], priority: int, expiry_ns: int) -> None:
         """Set the retention of rows that are in no order."""
+        self._retained = True
         for row in rows:
             self._priority[row] = priority
             self._deadlines.set(row, expiry_ns)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Let go of rows that hold no block any more."""
-        for tier in TIERS:
-            self.forget(rows, tier)
-        for row in rows:
-            if self._priority[row]:
-                self._priority[row] = 0
-            self._deadlines.set(row, 0)
+        has = self.has
+        for row in [row for row in rows if has[row]]:
+            for tier in SHOWN[has[row]]:
+                self.forget((row,), tier)
+        if self._retained:
+            self.describe(rows, 0, 0)
 
     def retain(self, row: int, priority: int, expiry_ns: int) -> None:
         """Raise a priority and put off an expiry (0: for good), where that is more."""
         before, expired = self._deadlines.column[row], self.has_expired(row)
+        self._retained = True
         if priority > self._priority[row]:
             self._rank(row, priority)
         if expired or (before and (not expiry_ns or expiry_ns > before)):

@@ -183,10 +183,13 @@ class BlockRows:
         """Take a row from its block; ``add`` may give it to another."""
         self.remove_all((row,))
 
-    def remove_all(self, rows: Sequence[int]) -> None:
-        """Take distinct rows from their blocks; ``add`` may give them to others."""
-        hashes = self._hashes
-        for row, (namespace, digest) in zip(rows, self.keys(rows), strict=True):
+    def remove_all(self, rows: Sequence[int]) -> list[bytes]:
+        """Take distinct rows from their blocks and return the hashes of these.
+
+        ``add`` may give the rows to others.
+        """
+        hashes, keys = self._hashes, self.keys(rows)
+        for row, (namespace, digest) in zip(rows, keys, strict=True):
             mine = self._by_hash[namespace]
             del mine[digest]
             if not mine:
@@ -199,6 +202,7 @@ class BlockRows:
             for number, uses in Counter([column[row] for row in rows]).items():
                 digests.release(number, uses)
         self._free.extend(rows)
+        return [digest for _, digest in keys]
 
     def restore(self, entries: Entries) -> None:
         """Give the blocks of a table the rows 0, 1, ...; ``ValueError`` if it names one twice.
@@ -249,11 +253,13 @@ class Places:
         """Return a row's place; of a row without a copy it means nothing."""
         return Location(self._segment[row], self._slot[row], self.slot_bytes[row])
 
-    def put(self, row: int, where: Location) -> None:
-        """Change a row's place."""
-        self._segment[row] = where.segment
-        self._slot[row] = where.slot
-        self.slot_bytes[row] = where.slot_bytes
+    def put(self, rows: Iterable[int], places: Iterable[Location]) -> None:
+        """Change the places of rows."""
+        segment, slot, slot_bytes = self.columns
+        for row, where in zip(rows, places, strict=True):
+            segment[row] = where.segment
+            slot[row] = where.slot
+            slot_bytes[row] = where.slot_bytes
 
     def restore(self, entries: Entries) -> None:
         """Append the places of a table."""

@@ -35,19 +35,18 @@ class Uses:
 
     def begin(self, rows: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Start counting for rows that were given to blocks."""
-        column, recall = self.column, self._history.recall
-        for row, digest in zip(rows, hashes, strict=True):
-            column[row] = min(1 + recall(digest), USES_MAX)
+        column = self.column
+        for row, before in zip(rows, self._history.recall(hashes), strict=True):
+            column[row] = before + 1 if before < USES_MAX else USES_MAX
 
     def restore(self, hits: np.ndarray[Any, Any]) -> None:
         """Append the uses of a table of blocks, from the hits that the index counted."""
         append_all(self.column, np.minimum(hits.astype(np.uint64) + 1, USES_MAX))
 
-    def end(self, rows: Sequence[int], hashes: Iterable[bytes]) -> None:
+    def end(self, rows: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Remember the uses of blocks that have no copy any more."""
-        column, note = self.column, self._history.note
-        for row, digest in zip(rows, hashes, strict=True):
-            note(digest, column[row])
+        column = self.column
+        self._history.note(hashes, [column[row] for row in rows])
 
     def add(self, rows: Sequence[int]) -> None:
         """Count one more use of each."""
