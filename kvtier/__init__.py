@@ -26,7 +26,7 @@ from kvtier.store import Store
 from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open
 from kvtier.tiers.device import KVSlots, TensorSlots
 from kvtier.tiers.throttle import LinkThrottle
-from kvtier.transfer import PutResult, Transfer
+from kvtier.transfer import Prefetch, PutResult, Transfer
 
 __all__ = [
     "PENDING",
@@ -39,6 +39,7 @@ __all__ = [
     "KVSpec",
     "KVTierError",
     "LinkThrottle",
+    "Prefetch",
     "PurgeResult",
     "PutResult",
     "Residency",

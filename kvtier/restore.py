@@ -26,7 +26,7 @@ from kvtier.events import (
     Woke,
 )
 from kvtier.executor import advance, begin
-from kvtier.prefetcher import LoadTicket
+from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class RestoreSession:
 
     def _cancel(self, block: int) -> None:
         ticket = self._tickets.get(block)
-        if ticket is not None and ticket.claim():
+        if ticket is not None and self._prefetcher.cancel(ticket):
             del self._tickets[block]
             self._post(NotLoaded(block, self._clock()))
 

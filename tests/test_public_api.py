@@ -17,7 +17,7 @@ MODULES = sorted(
 )
 PUBLIC = {
     "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
-    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "PurgeResult", "PutResult", "Residency",
+    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Prefetch", "PurgeResult", "PutResult", "Residency",
     "RestorePlan", "RestoreReport", "RestoreSession", "SpecMismatch", "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
     "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open", "open_reader", "plan",
