@@ -98,6 +98,11 @@ class StoreConfig:
                 f"loads_inflight_max={self.loads_inflight_max}, or loads starve writes"
             )
 
+    def prefetch_blocks_max(self, block_bytes: int) -> int:
+        """Return how many blocks prefetches may hold, as far as the tiers' sizes allow it."""
+        limit = self.host_bytes if self.prefetch_bytes_max is None else self.prefetch_bytes_max
+        return 0 if self.prefetch_bytes_per_s == 0 else limit // block_bytes
+
 
 def _check(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is what a field of that name holds."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from aiofiles.os import wrap
 
 from kvtier.catalog import CopyState
+from kvtier.deliveries import Deliveries, LinkRates
 from kvtier.errors import StoreClosed, TransferFailed
 from kvtier.loop import LoopThread
 from kvtier.plan import Tier
@@ -24,7 +25,6 @@ from kvtier.promotions import Promotion, Promotions
 from kvtier.read_queue import RESTORE, Rank, ReadQueue, Urgency
 from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId, ReadResult
-from kvtier.tiers.device import write_block
 from kvtier.tiers.gate import WriteGate
 from kvtier.tiers.throttle import LinkThrottle
 from kvtier.transfer import Prefetch
@@ -48,8 +48,10 @@ JOIN_S_MAX: Final = 30.0
 
 HOP_BYTES: Final = 4 << 20
 """What one hop to a read lane brings at most: several small blocks, or one."""
-HOPS_PER_READ: Final = 2
-"""Hops, and threads, for each read that may be in flight: some verify while others read."""
+THREADS_PER_READ: Final = 2
+"""Threads for each read that may be in flight: some verify while others read."""
+HOPS_PER_READ: Final = 3
+"""Hops begun for each read that may be in flight: a thread that is done finds its next one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +87,6 @@ class Prefetcher:
     ) -> None:
         self._catalog = catalog
         self._mover = mover
-        self._profiler = profiler
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._links = links
@@ -99,16 +100,20 @@ class Prefetcher:
         self._pace = LinkThrottle(per_s) if per_s else None
         self._paced_until = -math.inf
         self._pace_timer: Timer | None = None
-        self._last_done = dict.fromkeys((Tier.HOST, Tier.SSD), float("-inf"))
         lane = concurrent.futures.ThreadPoolExecutor
-        self._read_lane = lane(self._hops_max, thread_name_prefix="kvtier-read")
-        self._copy_lane = lane(config.loads_inflight_max, thread_name_prefix="kvtier-load")
+        self._read_lane = lane(
+            THREADS_PER_READ * config.loads_inflight_max, thread_name_prefix="kvtier-read"
+        )
         self._load_run = wrap(self._load_all)
-        self._write_block = wrap(write_block)
         self._loop = loop or LoopThread("loop")
+        self._rates = LinkRates(profiler, block_bytes)
+        self._deliveries = Deliveries(
+            mover, metrics, self._rates, self._loop, links.get(Tier.HOST),
+            block_bytes=block_bytes, copies_inflight_max=config.loads_inflight_max, failed=failed,
+        )  # fmt: skip
         self._promotions = Promotions(
             self._queue, catalog, mover, metrics,
-            blocks_max=_prefetch_blocks_max(config, block_bytes, host_blocks_max),
+            blocks_max=min(config.prefetch_blocks_max(block_bytes), host_blocks_max),
             timers=self._loop, changed=self._pump,
         )  # fmt: skip
         self._loop.start(self._broke)
@@ -175,7 +180,7 @@ class Prefetcher:
             log.warning("reads or copies did not end in %.0f s; they are abandoned", JOIN_S_MAX)
             self._loop.report(self._abandon)
         self._read_lane.shutdown(wait=ended is True, cancel_futures=True)
-        self._copy_lane.shutdown(wait=ended is True, cancel_futures=True)
+        self._deliveries.close(ended=ended is True)
 
     # -- loads: on the loop, like everything below
 
@@ -200,57 +205,8 @@ class Prefetcher:
         """Start the copy of a host copy that the caller has pinned."""
         if not ticket.claimed:
             self._catalog.pin(row, Tier.HOST)
-            self._loop.spawn(self._deliver(ticket, row, source))
+            self._deliveries.start(ticket, row, source)
         self._promotions.used(ticket.block)
-
-    async def _deliver(self, ticket: LoadTicket, row: int, source: Tier) -> None:
-        claimed = False
-        error: BaseException | None = None
-        try:
-            try:
-                await self._throttle(Tier.HOST)  # the copy link, whatever tier it came from
-                claimed = ticket.claim()
-                if claimed:
-                    error = await self._into_slot(ticket, row)
-            finally:
-                self._mover.unpin_host(row)
-            if claimed and error is None:
-                self._metrics.add(f"loaded_blocks_{source}")
-                self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
-        except BaseException as failure:
-            error = failure
-            self._failed(failure)  # before the ticket is answered: the next call must see it
-            raise
-        finally:
-            # Whoever loses the claim stays silent: exactly one answer per ticket.
-            if claimed or ticket.claim():
-                ticket.done(ticket.position, error)
-
-    async def _into_slot(self, ticket: LoadTicket, row: int) -> Exception | None:
-        """Copy a pinned host copy into its slot; returns what the engine's slots raised."""
-        payload = self._mover.payload(row)
-        submitted = self._loop.time()
-        try:
-            await self._write_block(
-                ticket.slots, ticket.position, payload, executor=self._copy_lane
-            )
-            self._observe(Tier.HOST, submitted)
-        except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
-            return error
-        return None
-
-    def _observe(self, tier: Tier, submitted: float, blocks: int = 1) -> None:
-        """Learn a link's rate from one transfer: the time it had the link for itself."""
-        now = self._loop.time()
-        previous = self._last_done[tier]
-        self._last_done[tier] = now
-        spent = now - max(submitted, previous)
-        self._profiler.loaded(tier, blocks * self._block_bytes, spent)
-
-    async def _throttle(self, tier: Tier) -> None:
-        link = self._links.get(tier)
-        if link is not None:
-            await self._loop.until(link.reserve(self._loop.time(), self._block_bytes))
 
     # -- reads
 
@@ -283,7 +239,7 @@ class Prefetcher:
         for block, waiter in taken.late:
             if isinstance(waiter, Promotion):  # a restore has no deadline here
                 self._promotions.drop(waiter, block, "prefetch_late_blocks")
-        reads = self._begin(taken.blocks)
+        reads = self._begin(taken.blocks, now)
         if reads:
             if rank is Rank.PREFETCH and self._pace is not None:
                 self._paced_until = self._pace.reserve(now, len(reads) * self._block_bytes)
@@ -291,17 +247,22 @@ class Prefetcher:
             self._loop.spawn(self._hop(reads, now))
         return True
 
-    def _begin(self, blocks: Sequence[BlockId]) -> list[_Read]:
+    def _begin(self, blocks: Sequence[BlockId], now: float) -> list[_Read]:
         """Return the reads of those blocks that are only on the SSD; the others are answered."""
         reads: list[_Read] = []
         others: list[tuple[BlockId, int | None]] = []
-        now, link = self._loop.time(), self._links.get(Tier.SSD)
-        with self._catalog.changed:
+        link = self._links.get(Tier.SSD)
+        try:
+            arrivals = [link.reserve(now, self._block_bytes) if link else now for _ in blocks]
+        except BaseException as error:
             for block in blocks:
+                self._answer(block, None, Tier.SSD, error)
+            raise
+        with self._catalog.changed:
+            for block, arrival in zip(blocks, arrivals, strict=True):
                 row = self._catalog.find(block)
                 if row is not None and self._may_read(row):
                     self._catalog.begin(block, Tier.HOST, "load")
-                    arrival = link.reserve(now, self._block_bytes) if link else now
                     reads.append(_Read(block, row, arrival))
                 else:
                     here = row is not None and self._catalog.pin(row, Tier.HOST)
@@ -321,7 +282,7 @@ class Prefetcher:
             await self._loop.until(reads[-1].arrival)
             loaded = results.count(ReadResult.OK)
             if loaded:
-                self._observe(Tier.SSD, submitted, loaded)
+                self._rates.observe(Tier.SSD, submitted, self._loop.time(), loaded)
             for read, result in zip(reads, results, strict=True):
                 self._settle(read, result)
         except BaseException as error:
@@ -407,12 +368,3 @@ class Prefetcher:
             waiter.transfer.fail(error)
         else:
             waiter.refuse(TransferFailed(f"{waiter.block} was not read: {error}"))
-
-
-def _prefetch_blocks_max(config: StoreConfig, block_bytes: int, host_blocks_max: int) -> int:
-    """Return how many blocks prefetches may hold."""
-    if config.prefetch_bytes_per_s == 0:
-        return 0
-    if config.prefetch_bytes_max is None:
-        return host_blocks_max
-    return min(host_blocks_max, config.prefetch_bytes_max // block_bytes)

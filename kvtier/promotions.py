@@ -89,10 +89,12 @@ class Promotions:
     ) -> None:
         """Let a hint wait for ``wanted`` blocks and keep those that are ``present``, in room."""
         keeps = hint.kept_until > self._timers.time()
-        for block in present if keeps else ():
+        for block in dict.fromkeys(present if keeps else ()):
             self._keep_present(hint, block)
         # The tail first: the head is what a plan recomputes, and what comes last stays longest.
         for block in dict.fromkeys(reversed(wanted)):
+            if block in hint.kept:
+                continue
             if self._has_room(hint, block):
                 self._hints.hold(hint, block)
                 self._queue.want(block, hint, hint.urgency)

@@ -41,6 +41,7 @@ LAYERS = (
         "admission",
         "calibration",
         "catalog",
+        "deliveries",
         "follower",
         "loop",
         "mover",

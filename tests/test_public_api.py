@@ -17,8 +17,8 @@ MODULES = sorted(
 )
 PUBLIC = {
     "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
-    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Prefetch", "PurgeResult", "PutResult", "Residency",
-    "RestorePlan", "RestoreReport", "RestoreSession", "SpecMismatch", "Step", "Store",
+    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Prefetch", "PurgeResult", "PutResult",
+    "Residency", "RestorePlan", "RestoreReport", "RestoreSession", "SpecMismatch", "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
     "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open", "open_reader", "plan",
     "plan_batch",
