@@ -28,7 +28,7 @@ from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gz
 from kvtier.tiers.device import KVSlots, TensorSlots
 from kvtier.tiers.throttle import LinkThrottle
 from kvtier.trace import Trace, TraceEvent
-from kvtier.transfer import PutResult, Transfer
+from kvtier.transfer import Prefetch, PutResult, Transfer
 
 __all__ = [
     "PENDING",
@@ -41,6 +41,7 @@ __all__ = [
     "KVSpec",
     "KVTierError",
     "LinkThrottle",
+    "Prefetch",
     "PurgeResult",
     "PutResult",
     "Residency",

@@ -21,7 +21,7 @@ _UNITS: Final = {
 BYTES_MAX: Final = 1 << 62
 POLICIES: Final = ("priced", "prefix-closed", "sieve", "lru")
 KEY_BYTES: Final = range(16, 65)
-_OPTIONAL: Final = ("ssd_write_bytes_per_day",)
+_OPTIONAL: Final = ("ssd_write_bytes_per_day", "prefetch_bytes_max", "prefetch_bytes_per_s")
 _SIZES: Final = ("host_bytes", "ssd_bytes", *_OPTIONAL)
 
 
@@ -65,6 +65,13 @@ class StoreConfig:
     """Host slots beyond ``host_bytes`` that copies in flight may use."""
     loads_inflight_max: int = 4
     """Reads from one tier under way at once."""
+    prefetch_bytes_max: int | None = None
+    """What prefetches may hold: blocks that wait, that are being read, and that arrived and are
+    kept for a restore; more is dropped and counted. None: all of ``host_bytes``, which is also the
+    most there can be."""
+    prefetch_bytes_per_s: int | None = None
+    """The rate at which prefetches begin reads, so that other readers of the disk find it idle;
+    None: no limit, 0: nothing is prefetched."""
     writes_inflight_max: int = 4
     """Writes to the SSD under way at once."""
     write_batch_blocks_max: int = 32
@@ -92,6 +99,11 @@ class StoreConfig:
                 f"staging_blocks_max: {self.staging_blocks_max} must exceed "
                 f"loads_inflight_max={self.loads_inflight_max}, or loads starve writes"
             )
+
+    def prefetch_blocks_max(self, block_bytes: int) -> int:
+        """Return how many blocks prefetches may hold, as far as the tiers' sizes allow it."""
+        limit = self.host_bytes if self.prefetch_bytes_max is None else self.prefetch_bytes_max
+        return 0 if self.prefetch_bytes_per_s == 0 else limit // block_bytes
 
 
 def _check(name: str, value: object) -> None:

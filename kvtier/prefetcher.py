@@ -1,94 +1,77 @@
 """Loads, on an asyncio loop of the store's own: several reads in flight, one per block.
 
-However many wait for a block, it is read once; each waiter then copies it into its own slots.
-Blocking work runs on two small thread lanes (reads, copies); the loop only decides and waits.
+However many wait for a block, it is read once; each restore then copies it into its own slots. What
+is read next is the read queue's decision, at the moment when a read can begin. Blocking work runs
+on two small thread lanes (reads, copies); the loop only decides and waits.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import threading
-from contextlib import suppress
+import logging
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from aiofiles.os import wrap
 
 from kvtier.catalog import CopyState
+from kvtier.deliveries import Deliveries, LinkRates
 from kvtier.errors import StoreClosed, TransferFailed
-from kvtier.layerwise import LayerTail
+from kvtier.loop import LoopThread
 from kvtier.plan import Tier
+from kvtier.promotions import Promotion, Promotions
+from kvtier.read_queue import RESTORE, Rank, ReadQueue, Urgency
+from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId, ReadResult
-from kvtier.tiers.device import write_block
-from kvtier.transfer import Transfer
+from kvtier.tiers.gate import WriteGate
+from kvtier.tiers.throttle import LinkThrottle
+from kvtier.transfer import Prefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvtier.catalog import Catalog
+    from kvtier.config import StoreConfig
     from kvtier.cost import Profiler
+    from kvtier.layerwise import LayerTail
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
-    from kvtier.tiers.device import KVSlots
-    from kvtier.tiers.throttle import LinkThrottle
+    from kvtier.promotions import Timer
+    from kvtier.trace import Trace
 
-__all__ = ["LoadTicket", "Prefetcher"]
+__all__ = ["Prefetcher"]
+
+log = logging.getLogger(__name__)
 
 JOIN_S_MAX: Final = 30.0
 """How long ``close`` waits for reads and copies that have begun."""
 
 HOP_BYTES: Final = 4 << 20
-"""What one hop to a read lane brings: a prefetch of small blocks takes several at once."""
+"""What one hop to a read lane brings at most: several small blocks, or one."""
 THREADS_PER_READ: Final = 2
 """Threads for each read that may be in flight: some verify while others read."""
-RUNS_PER_READ: Final = 3
-"""Hops that a prefetch has begun, for each read that may be in flight."""
-
-
-class LoadTicket:
-    """One block on its way into one engine slot; the only thing that may stop it.
-
-    A ticket is claimed once, by whoever comes first: the copy, after which it runs to its end, or
-    the cancellation, after which no copy will start. ``done(position, error)`` is called exactly
-    once, from another thread, unless the ticket was cancelled; without an error the block is in its
-    slot, with one nothing writes to it any more. ``session`` numbers the restore in a trace.
-    """
-
-    def __init__(
-        self,
-        block: BlockId,
-        tier: Tier,
-        slots: KVSlots,
-        position: int,
-        done: Callable[[int, BaseException | None], None],
-        *,
-        session: int = 0,
-    ) -> None:
-        self.session = session
-        self.event = 0  # of the copy into the slot, if the store traces
-        self.block = block
-        self.tier = tier
-        self.slots = slots
-        self.position = position
-        self.done = done
-        self._claim = threading.Lock()
-
-    def claim(self) -> bool:
-        """Become the one who decides; False if somebody has."""
-        return self._claim.acquire(blocking=False)
+HOPS_PER_READ: Final = 3
+"""Hops begun for each read that may be in flight: a thread that is done finds its next one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     block: BlockId
     row: int
-    done: asyncio.Future[ReadResult]
-    waiters: int = 0
+    submitted: float
+    arrival: float
+    """When the link has delivered it, on the loop's clock."""
+    settled: bool = False
 
 
 class Prefetcher:
-    """Owns the loop thread, the read and copy lanes, and the reads under way."""
+    """Owns the loop thread, the read and copy lanes, the read queue and what prefetches hold.
+
+    ``writes`` is narrowed down while a restore waits for a read. ``loop`` has not been started; its
+    clock is what deadlines and links are measured by.
+    """
 
     def __init__(
         self,
@@ -96,70 +79,62 @@ class Prefetcher:
         mover: Mover,
         profiler: Profiler,
         metrics: Metrics,
+        config: StoreConfig,
         *,
         block_bytes: int,
-        loads_inflight_max: int,
+        host_blocks_max: int,
         links: Mapping[Tier, LinkThrottle],
         failed: Callable[[BaseException], None],
+        writes: WriteGate | None = None,
+        loop: LoopThread | None = None,
+        trace: Trace | None = None,
     ) -> None:
+        self._trace = trace
         self._catalog = catalog
         self._mover = mover
-        self._profiler = profiler
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._links = links
         self._failed = failed
-        self._run_blocks = max(1, HOP_BYTES // block_bytes)
-        self._runs_inflight = RUNS_PER_READ * loads_inflight_max
-        self._reads: dict[BlockId, _Read] = {}
-        self._last_done = dict.fromkeys((Tier.HOST, Tier.SSD), float("-inf"))
+        self._writes = writes or WriteGate(1)
+        self._queue: ReadQueue[BlockId, LoadTicket | Promotion] = ReadQueue()
+        self._hop_blocks = max(1, HOP_BYTES // block_bytes)
+        self._hops_max = HOPS_PER_READ * config.loads_inflight_max
+        self._hops = 0
+        per_s = config.prefetch_bytes_per_s
+        self._pace = LinkThrottle(per_s) if per_s else None
+        self._paced_until = -math.inf
+        self._pace_timer: Timer | None = None
         lane = concurrent.futures.ThreadPoolExecutor
-        threads = THREADS_PER_READ * loads_inflight_max
-        self._read_lane = lane(threads, thread_name_prefix="kvtier-read")
-        self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
+        self._read_lane = lane(
+            THREADS_PER_READ * config.loads_inflight_max, thread_name_prefix="kvtier-read"
+        )
         self._load_run = wrap(self._load_all)
-        self._write_block = wrap(write_block)
-        self._copy_layer = wrap(LayerTail.copy)
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._gate = threading.Lock()
-        self._closing = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="kvtier-loop", daemon=True)
-        self._thread.start()
+        self._loop = loop or LoopThread("loop")
+        self._rates = LinkRates(profiler, block_bytes)
+        self._deliveries = Deliveries(
+            mover, metrics, self._rates, self._loop, links.get(Tier.HOST),
+            block_bytes=block_bytes, copies_inflight_max=config.loads_inflight_max, failed=failed,
+            trace=trace,
+        )  # fmt: skip
+        self._promotions = Promotions(
+            self._queue, catalog, mover, metrics,
+            blocks_max=min(config.prefetch_blocks_max(block_bytes), host_blocks_max),
+            timers=self._loop, changed=self._pump,
+        )  # fmt: skip
+        self._loop.start(self._broke)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def _submit(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Start work on the loop; False if it is closing."""
-        with self._gate:
-            if not self._closing:
-                self._loop.call_soon_threadsafe(lambda: self._spawn(work()))
-            return not self._closing
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _wake(self, event: asyncio.Event) -> None:
-        with self._gate:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(event.set)
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._failed(error)
+    def _broke(self, error: BaseException) -> None:
+        """Take note that something on the loop failed: nobody may wait for it."""
+        self._failed(error)
+        self._turn_away(error)
 
     # -- what others call, from any thread
 
     def load(self, ticket: LoadTicket) -> None:
-        """Start bringing a block into an engine slot."""
-        if not self._submit(lambda: self._load(ticket)) and ticket.claim():
-            ticket.done(ticket.position, TransferFailed("the store is closing"))
+        """Start bringing a block into an engine slot, before all prefetches."""
+        if not self._loop.submit(partial(self._begin_load, ticket)):
+            ticket.refuse(TransferFailed("the store is closing"))
 
     def load_layers(self, tail: LayerTail) -> bool:
         """Start copying host blocks into an engine's slots by layers, if all are in host memory."""
@@ -171,251 +146,267 @@ class Prefetcher:
                     break
                 rows.append(row)
         whole = len(rows) == len(tail.names)
-        if whole and self._submit(lambda: self._load_layers(tail, rows)):
+        if whole and self._loop.submit(partial(self._deliveries.start_layers, tail, rows)):
             return True
         for row in rows:
             self._mover.unpin_host(row)
         return False
 
-    def prefetch(self, blocks: Sequence[BlockId]) -> Transfer[int]:
-        """Start promoting blocks to host memory; the result counts those that are there then."""
-        transfer: Transfer[int] = Transfer()
-        if not self._submit(lambda: self._prefetch(blocks, transfer)):
+    def cancel(self, ticket: LoadTicket) -> bool:
+        """Stop a load, and the read too if nobody else wants it; False if it must be awaited."""
+        claimed = ticket.claim()
+        if claimed:
+            self._loop.submit(partial(self._leave, ticket))
+        return claimed
+
+    def prefetch(
+        self,
+        wanted: Sequence[BlockId],
+        present: Sequence[BlockId] = (),
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> Prefetch:
+        """Start promoting ``wanted`` blocks, given in prompt order, from the last one on.
+
+        With a deadline these are kept in host memory, and those that are ``present`` there already,
+        until a restore has loaded them or ``KEPT_AFTER_S`` seconds after it.
+        """
+        if deadline_s is not None and not 0 <= deadline_s < math.inf:
+            raise ValueError(f"deadline_s: {deadline_s!r} is not a number of seconds from now")
+        deadline = math.inf if deadline_s is None else self._loop.time() + deadline_s
+        urgency = Urgency(Rank.PREFETCH, -priority, deadline)
+        transfer = Prefetch(lambda: self._loop.submit(partial(self._promotions.withdraw, hint)))
+        hint = Promotion(urgency, transfer=transfer)
+        if not self._loop.submit(partial(self._promotions.accept, hint, wanted, present)):
             transfer.fail(StoreClosed("the store is closing"))
         return transfer
 
+    def let_go(self) -> None:
+        """Let go, soon, of everything that is kept in host memory for restores to come."""
+        self._loop.submit(self._promotions.keep_nothing)
+
+    def usage(self) -> dict[str, int]:
+        """Return what waits and what prefetches hold, in blocks, and the bound of the latter."""
+        return {
+            "queued_blocks": len(self._queue),
+            "reading_blocks": self._queue.reading,
+            **self._promotions.usage(),
+        }
+
     def close(self) -> None:
-        """Let what has begun end, stop the loop and the lanes; idempotent."""
-        with self._gate:
-            if self._closing:
-                return
-            self._closing = True
-        drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-        try:
-            drained.result(JOIN_S_MAX)
-        except TimeoutError:
-            drained.cancel()
-        self._read_lane.shutdown(wait=True, cancel_futures=True)
-        self._copy_lane.shutdown(wait=True, cancel_futures=True)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(JOIN_S_MAX)
-        self._loop.close()
+        """Turn away what waits, let what has begun end, stop loop and lanes; idempotent."""
+        ended = self._loop.close(self._close_queue, JOIN_S_MAX)
+        if ended is False:
+            # A disk that hangs must not hang the one who closes: its threads are left behind.
+            log.warning("reads or copies did not end in %.0f s; they are abandoned", JOIN_S_MAX)
+            self._loop.report(self._abandon)
+        self._read_lane.shutdown(wait=ended is True, cancel_futures=True)
+        self._deliveries.close(ended=ended is True)
 
-    async def _drain(self) -> None:
-        mine = asyncio.current_task()
-        while waiting := asyncio.all_tasks() - {mine}:
-            await asyncio.wait(waiting)
+    # -- loads: on the loop, like everything below
 
-    # -- on the loop
-
-    async def _load(self, ticket: LoadTicket) -> None:
-        claimed = False
-        error: BaseException | None = TransferFailed(f"block {ticket.block} is gone")
-        try:
-            row, source = await self._fetch(ticket.block)
-            if row is None:
-                return
-            try:
-                await self._throttle(Tier.HOST)  # the copy link, whatever tier it came from
-                claimed = ticket.claim()
-                if claimed:
-                    error = await self._into_slot(ticket, row)
-            finally:
-                self._mover.unpin_host(row)
-            if error is None:
-                self._metrics.add(f"loaded_blocks_{source}")
-                self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
-        except BaseException as failure:
-            error = failure
-            self._failed(failure)  # before the ticket is answered: the next call must see it
-            raise
-        finally:
-            # Whoever loses the claim stays silent: exactly one answer per ticket.
-            if claimed or ticket.claim():
-                ticket.done(ticket.position, error)
-
-    async def _into_slot(self, ticket: LoadTicket, row: int) -> Exception | None:
-        """Copy a pinned host copy into its slot; returns what the engine's slots raised."""
-        payload = self._mover.payload(row)
-        submitted = self._loop.time()
-        try:
-            await self._write_block(
-                ticket.slots, ticket.position, payload, executor=self._copy_lane
-            )
-            self._observe(Tier.HOST, submitted)
-        except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
-            return error
-        return None
-
-    async def _load_layers(self, tail: LayerTail, rows: Sequence[int]) -> None:
-        """Copy the pinned rows, then let go of them."""
-        count, submitted = len(rows), self._loop.time()
-        payloads = [self._mover.payload(row) for row in rows]
-        stopped, link = asyncio.Event(), self._links.get(Tier.HOST)
-        tail.stopped = lambda: self._wake(stopped)
-        try:
-            for layer, nbytes in enumerate(tail.layer_bytes):
-                if link is not None:
-                    now = self._loop.time()
-                    with suppress(TimeoutError):  # a slow link does not hold up who gives up
-                        await asyncio.wait_for(stopped.wait(), link.reserve(now, nbytes) - now)
-                if not await self._copy_layer(tail, layer, payloads, executor=self._copy_lane):
-                    break
-            if tail.ended_s is not None:
-                self._observe(Tier.HOST, submitted, count)
-                self._metrics.add("loaded_blocks_host", count)
-                self._metrics.add("loaded_bytes_host", count * self._block_bytes)
-        finally:
-            payloads.clear()
-            for row in rows:
-                self._mover.unpin_host(row)
-
-    def _observe(self, tier: Tier, submitted: float, blocks: int = 1) -> None:
-        """Learn a link's rate from one transfer: the time it had the link for itself."""
-        now = self._loop.time()
-        previous = self._last_done[tier]
-        self._last_done[tier] = now
-        spent = now - max(submitted, previous)
-        self._profiler.loaded(tier, blocks * self._block_bytes, spent)
-
-    async def _throttle(self, tier: Tier) -> None:
-        link = self._links.get(tier)
-        if link is not None:
-            now = self._loop.time()
-            await self._until(link.reserve(now, self._block_bytes))
-
-    async def _until(self, instant: float) -> None:
-        if instant <= self._loop.time():
+    def _begin_load(self, ticket: LoadTicket) -> None:
+        if ticket.claimed:
             return
-        arrived = self._loop.create_future()
-        timer = self._loop.call_at(instant, arrived.set_result, None)
-        try:
-            await arrived
-        finally:
-            timer.cancel()
-
-    async def _prefetch(self, blocks: Sequence[BlockId], transfer: Transfer[int]) -> None:
-        size = self._run_blocks
-        left = iter([blocks[i : i + size] for i in range(0, len(blocks), size)])
-
-        async def promote() -> int:
-            return sum([await self._promote(run) for run in left])
-
-        # A few at a time: starting thousands of reads at once would keep the loop, and with it the
-        # interpreter, from the threads that are to carry them out.
-        runners = [promote() for _ in range(self._runs_inflight)]
-        try:
-            transfer.finish(sum(await asyncio.gather(*runners)))
-        except BaseException as error:
-            transfer.fail(error)
-            raise
-
-    async def _promote(self, blocks: Sequence[BlockId]) -> int:
-        """Bring blocks into host memory; returns how many are there."""
-        begun = self._begin(blocks)
-        for read in begun:
-            read.waiters += 1
-        found = 0
-        # Unpinned at once: many prefetches must not hold all slots while they wait for more.
-        for read in begun:
-            row = await self._arrival(read)
-            if row is not None:
-                self._mover.unpin_host(row)
-                found += 1
-        mine = {read.block for read in begun}
-        for block in blocks:
-            if block not in mine:
-                row, _ = await self._fetch(block)
-                if row is not None:
-                    self._mover.unpin_host(row)
-                    found += 1
-        return found
-
-    async def _fetch(self, block: BlockId) -> tuple[int | None, Tier]:
-        """Bring a block into host memory, if it is not there, and pin it.
-
-        Returns its row, or None if it is gone, and the tier that it came from.
-        """
-        read = self._reads.get(block)
-        if read is None:
-            with self._catalog.changed:
-                row = self._catalog.find(block)
-                if row is not None and self._catalog.pin(row, Tier.HOST):
-                    return row, Tier.HOST
-            self._begin([block])
-            read = self._reads.get(block)
-        if read is None:
-            return None, Tier.SSD
-        read.waiters += 1
-        return await self._arrival(read), Tier.SSD
-
-    async def _arrival(self, read: _Read) -> int | None:
-        """Wait for a read, as one of its waiters; returns its row, pinned, or None."""
-        result = await asyncio.shield(read.done)
-        read.waiters -= 1
-        if result is not ReadResult.OK:
-            return None
-        # The read left one pin: the last waiter takes it over, the others take their own first.
-        if read.waiters:
-            self._catalog.pin(read.row, Tier.HOST)
-        return read.row
-
-    def _begin(self, blocks: Sequence[BlockId]) -> list[_Read]:
-        """Start one read of those blocks that are only on the SSD and that nobody reads yet."""
-        begun: list[_Read] = []
         with self._catalog.changed:
+            row = self._catalog.find(ticket.block)
+            here = row is not None and self._catalog.pin(row, Tier.HOST)
+        if here and row is not None:
+            self._hand_over(ticket, row, Tier.HOST)
+            self._mover.unpin_host(row)
+        else:
+            self._queue.want(ticket.block, ticket, RESTORE)
+            self._pump()
+
+    def _leave(self, ticket: LoadTicket) -> None:
+        self._queue.leave(ticket.block, ticket)
+        self._pump()
+
+    def _hand_over(self, ticket: LoadTicket, row: int, source: Tier, read: int = 0) -> None:
+        """Start the copy of a host copy that the caller has pinned."""
+        if not ticket.claimed:
+            self._catalog.pin(row, Tier.HOST)
+            self._deliveries.start(ticket, row, source, read)
+        self._promotions.used(ticket.block)
+
+    # -- reads
+
+    def _pump(self) -> None:
+        """Begin what may begin now."""
+        now = self._loop.time()
+        while self._hops < self._hops_max and self._take(now):
+            pass
+        if self._queue.restoring:
+            self._writes.narrow()
+        else:
+            self._writes.widen()
+        if self._pace_timer is None and now < self._paced_until and len(self._queue):
+            self._pace_timer = self._loop.call_at(self._paced_until, self._resume)
+
+    def _resume(self) -> None:
+        self._pace_timer = None
+        self._pump()
+
+    def _take(self, now: float) -> bool:
+        """Begin one hop, if one may begin; False if none may."""
+        rank = self._queue.first()
+        if rank is None:
+            return False
+        free = self._hops_max - self._hops
+        if rank is Rank.PREFETCH and (free == 1 or now < self._paced_until):
+            return False  # the last hop is for a restore, so that its first read begins at once
+        size = min(self._hop_blocks, -(-self._queue.count(rank) // free))
+        taken = self._queue.take(now, size, rank)
+        for block, waiter in taken.late:
+            if isinstance(waiter, Promotion):  # a restore has no deadline here
+                self._promotions.drop(waiter, block, "prefetch_late_blocks")
+        reads = self._begin(taken.blocks, now)
+        if reads:
+            if rank is Rank.PREFETCH and self._pace is not None:
+                self._paced_until = self._pace.reserve(now, len(reads) * self._block_bytes)
+            self._hops += 1
+            self._loop.spawn(self._hop(reads, now))
+        return True
+
+    def _begin(self, blocks: Sequence[BlockId], now: float) -> list[_Read]:
+        """Return the reads of those blocks that are only on the SSD; the others are answered."""
+        reads: list[_Read] = []
+        others: list[tuple[BlockId, int | None]] = []
+        link = self._links.get(Tier.SSD)
+        try:
+            arrivals = [link.reserve(now, self._block_bytes) if link else now for _ in blocks]
+        except BaseException as error:
             for block in blocks:
+                self._answer(block, None, Tier.SSD, error)
+            raise
+        with self._catalog.changed:
+            for block, arrival in zip(blocks, arrivals, strict=True):
                 row = self._catalog.find(block)
-                if row is None or block in self._reads or not self._may_read(row):
-                    continue
-                self._catalog.begin(block, Tier.HOST, "load")
-                self._reads[block] = _Read(block, row, self._loop.create_future())
-                begun.append(self._reads[block])
-        if begun:
-            self._spawn(self._read(begun))
-        return begun
+                if row is not None and self._may_read(row):
+                    self._catalog.begin(block, Tier.HOST, "load")
+                    reads.append(_Read(block, row, now, arrival))
+                else:
+                    here = row is not None and self._catalog.pin(row, Tier.HOST)
+                    others.append((block, row if here else None))
+        for block, row in others:
+            self._answer(block, row, Tier.HOST)
+        return reads
 
     def _may_read(self, row: int) -> bool:
         """Pin the SSD copy for a read, if there is one and nobody is filling the host copy."""
         absent = self._catalog.state(row, Tier.HOST) is CopyState.ABSENT
         return absent and self._catalog.pin(row, Tier.SSD)
 
-    async def _read(self, reads: Sequence[_Read]) -> None:
-        link, submitted = self._links.get(Tier.SSD), self._loop.time()
-        arrival = link.reserve(submitted, len(reads) * self._block_bytes) if link else 0.0
+    async def _hop(self, reads: Sequence[_Read], submitted: float) -> None:
         try:
-            results = await self._load_run(reads, arrival, executor=self._read_lane)
-            await self._until(arrival)
+            results = await self._load_run(reads, executor=self._read_lane)
+            await self._loop.until(reads[-1].arrival)
             loaded = results.count(ReadResult.OK)
             if loaded:
-                self._observe(Tier.SSD, submitted, loaded)
+                self._rates.observe(Tier.SSD, submitted, self._loop.time(), loaded)
+            for read, result in zip(reads, results, strict=True):
+                self._settle(read, result)
         except BaseException as error:
+            self._failed(error)  # before anybody is answered: the next call must see it
             for read in reads:
-                self._settle(read, error)
+                self._settle(read, ReadResult.FAILED, error)
             raise
+        finally:
+            self._hops -= 1
+            self._pump()
 
-    def _load_all(self, reads: Sequence[_Read], arrival: float) -> list[ReadResult]:
+    def _load_all(self, reads: Sequence[_Read]) -> list[ReadResult]:
         """Carry out reads, on a read lane; each is announced as soon as it is done."""
-        results = []
-        for read in reads:
-            results.append(self._mover.load(read.row))
-            self._loop.call_soon_threadsafe(self._loaded, read, results[-1], arrival)
+        results: list[ReadResult] = []
+        try:
+            for read in reads:
+                results.append(self._mover.load(read.row))
+                self._loop.report(self._loaded, read, results[-1])
+        except BaseException:
+            for read in reads[len(results) + 1 :]:  # the mover ended the one that failed
+                self._catalog.end(read.row, Tier.HOST, "abort")
+            raise
         return results
 
-    def _loaded(self, read: _Read, result: ReadResult, arrival: float) -> None:
-        if arrival <= self._loop.time():
+    def _loaded(self, read: _Read, result: ReadResult) -> None:
+        if read.arrival <= self._loop.time():
             self._settle(read, result)
         else:  # the throttled link is still busy with it
-            self._loop.call_at(arrival, self._settle, read, result)
+            self._loop.call_at(read.arrival, self._settle, read, result)
 
-    def _settle(self, read: _Read, outcome: ReadResult | BaseException) -> None:
+    def _settle(self, read: _Read, result: ReadResult, error: BaseException | None = None) -> None:
         """Let a read's waiters know how it ended, once."""
-        if read.done.done():
+        if read.settled:
             return
-        del self._reads[read.block]
+        read.settled = True
         self._catalog.unpin(read.row, Tier.SSD)
-        if isinstance(outcome, BaseException):
-            read.done.set_exception(outcome)
-            read.done.exception()  # the task that failed reports it; waiters may be gone
+        row = read.row if result is ReadResult.OK else None
+        self._answer(read.block, row, Tier.SSD, error, read.submitted)
+
+    def _answer(
+        self,
+        block: BlockId,
+        row: int | None,
+        source: Tier,
+        error: BaseException | None = None,
+        submitted: float | None = None,
+    ) -> None:
+        """End the wait for a block. ``row`` is its host copy, pinned once for this, or None."""
+        waiters = self._queue.done(block)
+        read = 0
+        if self._trace is not None and row is not None and submitted is not None:
+            read = self._note_read(self._trace, row, submitted, waiters)
+        hints = [waiter for waiter in waiters if isinstance(waiter, Promotion)]
+        if hints:
+            self._metrics.add("prefetch_failed_blocks" if row is None else "prefetched_blocks")
+        for hint in hints:  # before a restore uses up what they keep
+            if error is not None:
+                hint.transfer.fail(error)
+            self._promotions.arrived(hint, block, row)
+        for ticket in waiters:
+            if isinstance(ticket, LoadTicket):
+                if row is None:
+                    ticket.refuse(error or TransferFailed(f"block {block} is gone"))
+                else:
+                    self._hand_over(ticket, row, source, read)
+        if row is not None:
+            self._mover.unpin_host(row)
+
+    def _note_read(
+        self, trace: Trace, row: int, submitted: float, waiters: Sequence[LoadTicket | Promotion]
+    ) -> int:
+        """Note a read, as done for the first restore that waits for it, and return its event."""
+        sessions = [waiter.session for waiter in waiters if isinstance(waiter, LoadTicket)]
+        position = self._catalog.position(row)
+        return trace.add(
+            "read", "ssd", submitted, self._loop.time(),
+            session=sessions[0] if sessions else 0, start=position, stop=position + 1,
+            nbytes=self._block_bytes,
+        )  # fmt: skip
+
+    # -- the end
+
+    def _close_queue(self) -> None:
+        self._turn_away(StoreClosed("the store is closing"))
+
+    def _turn_away(self, error: BaseException) -> None:
+        """Answer everybody whose read has not begun, and keep nothing any more."""
+        while self._queue.last() is not None:
+            for block, waiter in self._queue.drop_last():
+                self._refuse(waiter, error)
+                if isinstance(waiter, Promotion):
+                    self._promotions.drop(waiter, block, "prefetch_cancelled_blocks")
+        self._promotions.end()
+        self._pump()
+
+    def _abandon(self) -> None:
+        """Answer those who wait for reads that do not end, too."""
+        for _, waiter in list(self._queue.everybody()):
+            self._refuse(waiter, StoreClosed("the store is closing; the disk does not answer"))
+
+    def _refuse(self, waiter: LoadTicket | Promotion, error: BaseException) -> None:
+        if isinstance(waiter, Promotion):
+            waiter.transfer.fail(error)
         else:
-            read.done.set_result(outcome)
+            waiter.refuse(TransferFailed(f"{waiter.block} was not read: {error}"))

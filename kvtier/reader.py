@@ -130,9 +130,9 @@ class StoreReader(StoreView):
             forget=self._follower.forget,
         )  # fmt: skip
         prefetcher = Prefetcher(
-            catalog, mover, profiler, metrics,
-            block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
-            failed=self._fail,
+            catalog, mover, profiler, metrics, config,
+            block_bytes=block_bytes, host_blocks_max=host_blocks_max, links=links,
+            failed=self._fail, trace=self._trace,
         )  # fmt: skip
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)

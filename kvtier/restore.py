@@ -27,7 +27,7 @@ from kvtier.events import (
 )
 from kvtier.executor import advance, begin
 from kvtier.layerwise import LayerTail, host_tail
-from kvtier.prefetcher import LoadTicket
+from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ class RestoreSession:
 
     def _cancel(self, block: int) -> None:
         ticket = self._tickets.get(block)
-        if ticket is not None and ticket.claim():
+        if ticket is not None and self._prefetcher.cancel(ticket):
             del self._tickets[block]
             self._post(NotLoaded(block, self._clock()))
 

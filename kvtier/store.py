@@ -156,9 +156,9 @@ class Store(StoreView):
         self._writer.start(mover)
         self._writeback.start(mover)
         prefetcher = Prefetcher(
-            catalog, mover, profiler, metrics,
-            block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
-            failed=self._fail,
+            catalog, mover, profiler, metrics, config,
+            block_bytes=block_bytes, host_blocks_max=host_blocks_max, links=links,
+            failed=self._fail, writes=self._ssd.writes, trace=self._trace,
         )  # fmt: skip
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
@@ -276,6 +276,7 @@ class Store(StoreView):
         limit = self.config.slot_wait_s_max if timeout is None else timeout
         purge = Purge.of(namespace, tenant, older_than_s, time.time_ns())
         self.flush()
+        self._prefetcher.let_go()  # what is kept for restores to come is purged too
         result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)
         self._check_open()
         return result

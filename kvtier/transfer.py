@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from kvtier.errors import TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
-__all__ = ["PutResult", "Transfer"]
+__all__ = ["Prefetch", "PutResult", "Transfer"]
 
 T = TypeVar("T")
 
@@ -70,3 +70,24 @@ class Transfer(Generic[T]):
             wrapped = TransferFailed(f"the copy failed: {error}")
             wrapped.__cause__ = error
             self._future.set_exception(wrapped)
+
+
+class Prefetch(Transfer[int]):
+    """A prefetch under way. Its result counts the blocks that it brought to host memory.
+
+    Blocks that are gone, that found no room, or whose deadline passed are not in it: a restore
+    reads or recomputes them.
+    """
+
+    def __init__(self, withdraw: Callable[[], object]) -> None:
+        super().__init__()
+        self._withdraw = withdraw
+
+    def cancel(self) -> None:
+        """Take the hint back, soon: idempotent, never waits, and useful after the end too.
+
+        Blocks whose read has not begun are left where they are, unless somebody else waits for
+        them; those being read arrive all the same; nothing is kept for this hint any more. The
+        result is then what had arrived.
+        """
+        self._withdraw()

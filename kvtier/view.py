@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.host import HostTier
     from kvtier.tokens import TokenIds
     from kvtier.trace import Trace
-    from kvtier.transfer import Transfer
+    from kvtier.transfer import Prefetch
 
 __all__ = ["Parts", "StoreView"]
 
@@ -159,17 +159,29 @@ class StoreView(ABC):
             layerwise=layerwise,
         )
 
-    def prefetch(self, keys: BlockKeys) -> Transfer[int]:
-        """Start promoting a prompt's stored blocks to host memory, as far as it has room."""
-        residency = self.lookup(keys)
-        room = self._host_blocks_max
-        wanted = [
-            BlockId(keys.namespace, digest)
-            for digest, tier in zip(keys.hashes, residency.tiers, strict=True)
-            if tier is Tier.SSD
-        ]
-        # The tail is kept if there is no room for all: the head is what a plan recomputes.
-        return self._prefetcher.prefetch(wanted[-room:] if room else [])
+    def prefetch(
+        self, keys: BlockKeys, *, deadline_s: float | None = None, priority: int = 0
+    ) -> Prefetch:
+        """Start promoting a prompt's stored blocks to host memory: a hint, which may be cancelled.
+
+        ``deadline_s`` is when the prompt is expected to be restored, in seconds from now. Higher
+        priorities go first, then earlier deadlines. A block whose read has not begun by then is
+        dropped; one that arrived is kept until it was restored, or a little longer than that. What
+        prefetches hold is bounded by ``prefetch_bytes_max``: the tail of a prompt, and what is more
+        urgent, gets the room. Restores never wait for prefetches.
+        """
+        tiers = self.lookup(keys).tiers
+        found = {
+            where: [
+                BlockId(keys.namespace, digest)
+                for digest, tier in zip(keys.hashes, tiers, strict=True)
+                if tier is where
+            ]
+            for where in (Tier.SSD, Tier.HOST)
+        }
+        return self._prefetcher.prefetch(
+            found[Tier.SSD], found[Tier.HOST], deadline_s=deadline_s, priority=priority
+        )
 
     @contextmanager
     def pin(self, keys: BlockKeys) -> Iterator[Residency]:
@@ -207,6 +219,7 @@ class StoreView(ABC):
                 "ssd": self._ssd_stats(),
             },
             "pins": self._catalog.pins(),
+            "prefetch": self._prefetcher.usage(),
             "costs": {
                 **asdict(self.costs),
                 "accuracy": asdict(self._profiler.accuracy),

@@ -92,6 +92,8 @@ BAD = {
     "policy": ("", "fifo", None, 3),
     "staging_blocks_max": (0, -1, 4, 3, "8", None, 8.5),
     "loads_inflight_max": (0, -1, 8, 9, "4", None, 1.5),
+    "prefetch_bytes_max": (-1, "1GiB", 1.5, True),
+    "prefetch_bytes_per_s": (-1, "1GiB", 1.5, True),
     "writes_inflight_max": (0, -1, "1", None, 1.5),
     "segments_max": (0, -1, "1", None, 1.5),
     "write_batch_blocks_max": (0, -1, "1", None, 1.5),

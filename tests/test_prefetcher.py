@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
+import time
 from typing import Any
 
 import pytest
 from support import (
     HOST_SLOT_BYTES,
     POISON,
+    SPEC,
     WAIT_S,
     FaultyFileSystem,
     bring_back,
+    eventually,
     filled_slots,
     flip,
     in_thread,
@@ -23,7 +27,7 @@ from support import (
 
 import kvtier
 from kvtier import Tier, TransferFailed
-from kvtier.prefetcher import LoadTicket
+from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId
 
 Open = Any
@@ -105,12 +109,20 @@ def test_a_prefetch_replaces_older_copies(reopened: Any) -> None:
 
 
 def test_many_prefetches_at_once_all_end(reopened: Any) -> None:
-    """More hints than host memory can follow end all the same, without waiting for slots."""
+    """Hints that host memory has no room for are declined and counted, and nobody waits for them.
+
+    However many there are, what follows is loaded, and they leave nothing behind.
+    """
     store = reopened(prompts=8, host_bytes=6 * HOST_SLOT_BYTES, slot_wait_s_max=2.0)
     transfers = [store.prefetch(prompt_keys(6, seed)) for seed in range(8)]
-    assert [transfer.result(4 * WAIT_S) for transfer in transfers] == [6] * 8
+    found = [transfer.result(WAIT_S) for transfer in transfers]
+    counters = store.stats()["counters"]
+    assert found[0] == 6
+    assert sum(found) == counters["prefetched_blocks"]
+    assert sum(found) + counters["prefetch_declined_blocks"] == 48
     for seed in range(8):
         assert bring_back(store, prompt_keys(6, seed)).report.failed == 0
+    assert store.stats()["prefetch"]["held_blocks"] == 0
 
 
 def test_a_block_is_held_no_longer_than_its_own_read(reopened: Any, fs: FaultyFileSystem) -> None:
@@ -272,3 +284,176 @@ def test_a_rate_is_learned_once_per_transfer(reopened: Any) -> None:
     reads = store.stats()["counters"]["ssd_read_blocks"]
     assert store.costs.ssd.samples - before.ssd.samples == reads
     assert store.costs.host.samples - before.host.samples == 8
+
+
+# -- deadlines, bounds and the end, through the store
+
+
+def test_a_prefetch_is_not_undone_by_the_next_puts(reopened: Any) -> None:
+    """Until its deadline what it brought stays, whatever is put; puts go on meanwhile."""
+    store = reopened(host_bytes=6 * HOST_SLOT_BYTES, slot_wait_s_max=WAIT_S)
+    transfer = store.prefetch(prompt_keys(6), deadline_s=100.0)
+    assert transfer.result(WAIT_S) == 6
+    for seed in range(20, 24):
+        assert put(store, prompt_keys(6, seed)).stored == 6
+    store.flush()
+    assert in_host(store) == list(range(6))
+    assert all(store.lookup(prompt_keys(6, seed)).stored == 6 for seed in range(20, 24))
+    assert bring_back(store, prompt_keys(6)).loaded == 6
+    eventually(lambda: store.stats()["prefetch"]["held_blocks"] == 0)
+    assert put(store, prompt_keys(6, 25)).stored == 6
+    assert in_host(store) == []
+
+
+def test_a_hint_that_was_taken_back_keeps_nothing(reopened: Any) -> None:
+    """Its blocks are evictable again."""
+    store = reopened(host_bytes=6 * HOST_SLOT_BYTES)
+    transfer = store.prefetch(prompt_keys(6), deadline_s=100.0)
+    assert transfer.result(WAIT_S) == 6
+    transfer.cancel()
+    eventually(lambda: store.stats()["pins"] == 0)
+    put(store, prompt_keys(6, 20))
+    assert in_host(store) == []
+
+
+def test_a_purge_does_not_wait_for_what_is_kept(reopened: Any) -> None:
+    """What a prefetch keeps for later is purged like everything else."""
+    store = reopened()
+    assert store.prefetch(prompt_keys(6), deadline_s=100.0).result(WAIT_S) == 6
+    result = store.purge(namespace=SPEC.namespace)
+    assert (result.blocks, result.left) == (6, 0)
+    assert store.stats()["prefetch"]["held_blocks"] == 0
+
+
+def test_a_prefetch_knows_no_deadline_that_is_none(reopened: Any) -> None:
+    """What is no number of seconds is refused by name, and nothing is read."""
+    store = reopened()
+    with pytest.raises(ValueError, match="deadline_s"):
+        store.prefetch(prompt_keys(6), deadline_s=-1)
+    assert in_host(store) == []
+
+
+def test_a_lane_that_fails_ends_a_prefetch(reopened: Any, fs: FaultyFileSystem) -> None:
+    """What no disk raises fails the prefetch, then the next call: nobody waits, nothing is lost."""
+    store = reopened()
+    fs.fail("read", RuntimeError("a bug"), name=".seg", nth=3)
+    with pytest.raises(TransferFailed, match="a bug"):
+        store.prefetch(prompt_keys(6), deadline_s=100.0).result(WAIT_S)
+    with pytest.raises(kvtier.StoreFailed, match="a bug"):
+        store.prefetch(prompt_keys(6))
+
+
+def test_closing_with_prefetches_queued(reopened: Any, fs: FaultyFileSystem) -> None:
+    """Everybody is answered at once, whatever waits; what is being read ends first."""
+    store = reopened(prompts=4, loads_inflight_max=1)
+    gate = fs.hold("read", name=".seg")
+    first = store.prefetch(prompt_keys(6, 0))
+    gate.wait_reached()
+    rest = [store.prefetch(prompt_keys(6, seed), deadline_s=100.0) for seed in range(1, 4)]
+    closing = in_thread(store.close)
+    for transfer in rest:
+        with pytest.raises(TransferFailed, match="closing"):
+            transfer.result(WAIT_S)
+    gate.open()
+    closing()
+    assert first.done()
+
+
+def test_64_restores_of_one_prefix_read_it_once(open_store: Open, fs: FaultyFileSystem) -> None:
+    """8,192 tokens of 256-token blocks: 32 blocks, 32 reads, 64 times the right bytes."""
+    store = open_store(host_bytes=0)
+    keys = prompt_keys(32)
+    put(store, keys)
+    store.close()
+    store = open_store(fs=fs, host_bytes=32 * HOST_SLOT_BYTES)
+    before = fs.reads()
+    gate = fs.hold("read", name=".seg")
+    restores = [in_thread(lambda: bring_back(store, keys).loaded) for _ in range(64)]
+    gate.wait_reached()
+    gate.open()
+    assert [restore() for restore in restores] == [32] * 64
+    assert fs.reads() - before == 32
+    assert store.stats()["counters"]["ssd_read_blocks"] == 32
+
+
+class CountingWrites(FaultyFileSystem):
+    """Counts how many slots are being written at once, from ``count`` on."""
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.under_way = self.most = 0
+        self.counting = threading.Lock()
+
+    def write(self, fd: int, data: Any, offset: int) -> None:
+        """Write, slowly enough for others to come."""
+        if not hasattr(self, "counting") or not self._name(fd).endswith(".seg"):
+            super().write(fd, data, offset)
+            return
+        with self.counting:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        super().write(fd, data, offset)
+        time.sleep(0.002)
+        with self.counting:
+            self.under_way -= 1
+
+
+@pytest.mark.parametrize("restoring", [False, True])
+def test_writes_give_way_to_a_restore(open_store: Open, restoring: bool) -> None:  # noqa: FBT001
+    """While a restore waits for a read, one slot is written at a time, and all are in the end."""
+    fs = CountingWrites()
+    store = open_store(host_bytes=0, fs=fs, writes_inflight_max=4)
+    keys = prompt_keys(6)
+    put(store, keys)
+    store.flush()
+    gate = fs.hold("read", name=".seg")
+    back = in_thread(lambda: bring_back(store, keys)) if restoring else lambda: None
+    if restoring:
+        gate.wait_reached()
+    fs.start()
+    put(store, prompt_keys(60, seed=9))
+    store.flush()
+    assert store.lookup(prompt_keys(60, seed=9)).stored == 60
+    assert fs.most == 1 if restoring else fs.most > 1
+    gate.open()
+    back()
+    fs.start()
+    put(store, prompt_keys(60, seed=10))
+    store.flush()
+    assert fs.most > 1
+
+
+def test_an_idle_store_uses_no_cpu(open_store: Open, fs: FaultyFileSystem) -> None:
+    """Nothing polls: in a second without work no thread of it, nor its child, wakes up."""
+    store = open_store(fs=fs)
+    keys = prompt_keys(6)
+    put(store, keys)
+    store.flush()
+    assert store.prefetch(keys, deadline_s=1000.0).result(WAIT_S) == 0
+    bring_back(store, keys)
+    assert store._prefetcher.usage()["held_blocks"] == 0
+
+    def wakes() -> dict[str, int]:
+        threads = {
+            each.name: each.native_id
+            for each in threading.enumerate()
+            if each.name.startswith("kvtier")
+        }
+        assert {name.rstrip("_0123456789") for name in threads} >= {"kvtier-loop", "kvtier-copy"}
+        child = store._ssd._index._link._process.pid
+        paths = {name: f"/proc/self/task/{tid}/status" for name, tid in threads.items()}
+        paths["index"] = f"/proc/{child}/status"
+        found = {}
+        for name, path in paths.items():
+            with open(path, encoding="ascii") as file:
+                lines = dict(line.split(":", 1) for line in file)
+            found[name] = int(lines["voluntary_ctxt_switches"])
+        return found
+
+    for _ in range(20):  # what the last calls left to do is soon over
+        before = wakes()
+        time.sleep(0.1)
+        if wakes() == before:
+            break
+    time.sleep(1.0)
+    assert wakes() == before

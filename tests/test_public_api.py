@@ -17,8 +17,9 @@ MODULES = sorted(
 )
 PUBLIC = {
     "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
-    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "PurgeResult", "PutResult", "Residency",
-    "RestorePlan", "RestoreReport", "RestoreSession", "Retention", "SpecMismatch", "Step", "Store",
+    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Prefetch", "PurgeResult", "PutResult",
+    "Residency", "RestorePlan", "RestoreReport", "RestoreSession", "Retention", "SpecMismatch",
+    "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
     "Tier", "Trace", "TraceEvent", "Transfer", "TransferFailed", "UnsupportedModel", "open",
     "open_reader", "plan", "plan_batch",

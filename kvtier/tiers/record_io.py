@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvtier.tiers.gate import WriteGate
 from kvtier.tiers.scan import record_offset, segment_name
 from kvtier.tiers.segment import HEADER_PAGES_MAX, PAGE_BYTES, SegmentHeader, encode_segment
 
@@ -116,7 +117,7 @@ class RecordIo:
     """Slots of the segment files in ``directory``; thread-safe. Errors are ``OSError``.
 
     At most so many reads and so many writes are under way at once, however many threads there are:
-    one that computes checksums leaves the disk to the others.
+    one that computes checksums leaves the disk to the others. ``writes`` narrows the latter down.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RecordIo:
         writes_inflight_max: int = WRITES_INFLIGHT_MAX,
     ) -> None:
         self._reads = threading.BoundedSemaphore(reads_inflight_max)
-        self._writes = threading.BoundedSemaphore(writes_inflight_max)
+        self.writes = WriteGate(writes_inflight_max)
         self._directory = directory
         self._fs = fs
         self.abilities = abilities
@@ -185,7 +186,7 @@ class RecordIo:
     def _write(self, where: Location, pieces: Sequence[memoryview]) -> None:
         fd = self._open(where.segment, write=True)
         try:
-            with self._writes:
+            with self.writes:
                 self._fs.write(fd, pieces, record_offset(where))
         finally:
             self._fs.close(fd)

@@ -54,9 +54,9 @@ class SsdTier:
     Opening recovers: what is in doubt is dropped, segments that hold nothing are unlinked, and a
     store over its limit gives up its least recently used blocks. With ``integrity_key`` every
     record carries a keyed tag and only records with the right one are read. ``entries`` is what
-    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"). ``failed`` is
-    called for every write, sync or commit that fails; ``index_full`` says that a commit found no
-    room and nothing was dropped since.
+    was there at open; ``io`` says how the disk is accessed ("direct" or "buffered"), ``writes`` is
+    the gate that writes go through. ``failed`` is called for every write, sync or commit that
+    fails; ``index_full`` says that a commit found no room and nothing was dropped since.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class SsdTier:
             segments, fs, probe(segments, fs), reads_inflight_max, writes_inflight_max
         )
         self.io = self._io.abilities.io
+        self.writes = self._io.writes
         self._closed = False
         self._placing = threading.Lock()
         self._counts = threading.Lock()

@@ -72,7 +72,10 @@ def restore_and_store(path: Path, token_ids: list[int]) -> kvtier.RestoreReport:
         assert_type(transfer, kvtier.Transfer[kvtier.PutResult])
         transfer.released.wait()
         assert_type(transfer.result(timeout=5), kvtier.PutResult)
-        assert_type(store.prefetch(keys).done(), bool)
+        hint = store.prefetch(keys, deadline_s=0.5, priority=1)
+        assert_type(hint, kvtier.Prefetch)
+        assert_type(hint.done(), bool)
+        hint.cancel()
         with store.pin(keys) as pinned:
             assert_type(pinned, kvtier.Residency)
         store.flush()

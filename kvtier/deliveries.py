@@ -1,0 +1,151 @@
+"""The last stretch of a load: from host memory into an engine's slot, on a lane of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+from typing import TYPE_CHECKING
+
+from aiofiles.os import wrap
+
+from kvtier.layerwise import LayerTail
+from kvtier.plan import Tier
+from kvtier.tiers.device import write_block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.cost import Profiler
+    from kvtier.loop import LoopThread
+    from kvtier.metrics import Metrics
+    from kvtier.mover import Mover
+    from kvtier.ticket import LoadTicket
+    from kvtier.tiers.throttle import LinkThrottle
+    from kvtier.trace import Trace
+
+__all__ = ["Deliveries", "LinkRates"]
+
+
+class LinkRates:
+    """Learns each link's rate from transfers: from the time that one had the link for itself."""
+
+    def __init__(self, profiler: Profiler, block_bytes: int) -> None:
+        self._profiler = profiler
+        self._block_bytes = block_bytes
+        self._last_done = dict.fromkeys((Tier.HOST, Tier.SSD), -math.inf)
+
+    def observe(self, tier: Tier, submitted: float, now: float, blocks: int = 1) -> None:
+        """Learn from a transfer of some blocks that ends now."""
+        spent = now - max(submitted, self._last_done[tier])
+        self._last_done[tier] = now
+        self._profiler.loaded(tier, blocks * self._block_bytes, spent)
+
+
+class Deliveries:
+    """Owns the copy lane. Everything but the copies runs on the loop."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        metrics: Metrics,
+        rates: LinkRates,
+        loop: LoopThread,
+        link: LinkThrottle | None,
+        *,
+        block_bytes: int,
+        copies_inflight_max: int,
+        failed: Callable[[BaseException], None],
+        trace: Trace | None = None,
+    ) -> None:
+        self._trace = trace
+        self._mover = mover
+        self._metrics = metrics
+        self._rates = rates
+        self._loop = loop
+        self._link = link
+        self._block_bytes = block_bytes
+        self._failed = failed
+        self._lane = concurrent.futures.ThreadPoolExecutor(
+            copies_inflight_max, thread_name_prefix="kvtier-load"
+        )
+        self._write_block = wrap(write_block)
+        self._copy_layer = wrap(LayerTail.copy)
+
+    def start(self, ticket: LoadTicket, row: int, source: Tier, read: int = 0) -> None:
+        """Start the copy of a host copy that was pinned for it; ``source`` is where it was.
+
+        ``read`` is the trace's event of the read that brought it there, if one did.
+        """
+        self._loop.spawn(self._deliver(ticket, row, source, read))
+
+    def start_layers(self, tail: LayerTail, rows: Sequence[int]) -> None:
+        """Start the copy by layers of host copies that were pinned for it."""
+        self._loop.spawn(self._deliver_layers(tail, rows))
+
+    def close(self, *, ended: bool) -> None:
+        """End the lane; copies that have not ended are waited for only if they are known to."""
+        self._lane.shutdown(wait=ended, cancel_futures=True)
+
+    async def _deliver(self, ticket: LoadTicket, row: int, source: Tier, read: int) -> None:
+        claimed = False
+        error: BaseException | None = None
+        try:
+            try:
+                if self._link is not None:  # the copy link, whatever tier it came from
+                    now = self._loop.time()
+                    await self._loop.until(self._link.reserve(now, self._block_bytes))
+                claimed = ticket.claim()
+                if claimed:
+                    error = await self._into_slot(ticket, row, read)
+            finally:
+                self._mover.unpin_host(row)
+            if claimed and error is None:
+                self._metrics.add(f"loaded_blocks_{source}")
+                self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
+        except BaseException as failure:
+            error = failure
+            self._failed(failure)  # before the ticket is answered: the next call must see it
+            raise
+        finally:
+            # Whoever loses the claim stays silent: exactly one answer per ticket.
+            if claimed or ticket.claim():
+                ticket.done(ticket.position, error)
+
+    async def _into_slot(self, ticket: LoadTicket, row: int, read: int) -> Exception | None:
+        """Copy a pinned host copy into its slot; returns what the engine's slots raised."""
+        payload = self._mover.payload(row)
+        submitted = self._loop.time()
+        try:
+            await self._write_block(ticket.slots, ticket.position, payload, executor=self._lane)
+            ended = self._loop.time()
+            self._rates.observe(Tier.HOST, submitted, ended)
+        except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
+            return error
+        if self._trace is not None:
+            ticket.event = self._trace.add(
+                "copy", "host", submitted, ended,
+                session=ticket.session, start=ticket.position, stop=ticket.position + 1,
+                nbytes=self._block_bytes, after=(read,) if read else (),
+            )  # fmt: skip
+        return None
+
+    async def _deliver_layers(self, tail: LayerTail, rows: Sequence[int]) -> None:
+        count, submitted = len(rows), self._loop.time()
+        payloads = [self._mover.payload(row) for row in rows]
+        stopped = self._loop.promise()
+        tail.stopped = lambda: self._loop.keep(stopped)
+        try:
+            for layer, nbytes in enumerate(tail.layer_bytes):
+                if self._link is not None:  # a slow link does not hold up who gives up
+                    arrival = self._link.reserve(self._loop.time(), nbytes)
+                    await self._loop.until(arrival, stopped)
+                if not await self._copy_layer(tail, layer, payloads, executor=self._lane):
+                    break
+            if tail.ended_s is not None:
+                self._rates.observe(Tier.HOST, submitted, self._loop.time(), count)
+                self._metrics.add("loaded_blocks_host", count)
+                self._metrics.add("loaded_bytes_host", count * self._block_bytes)
+        finally:
+            payloads.clear()
+            for row in rows:
+                self._mover.unpin_host(row)
