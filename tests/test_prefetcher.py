@@ -291,7 +291,7 @@ def test_a_rate_is_learned_once_per_transfer(reopened: Any) -> None:
 
 def test_a_prefetch_is_not_undone_by_the_next_puts(reopened: Any) -> None:
     """Until its deadline what it brought stays, whatever is put; puts go on meanwhile."""
-    store = reopened(host_bytes=6 * HOST_SLOT_BYTES, slot_wait_s_max=WAIT_S)
+    store = reopened(host_bytes=6 * HOST_SLOT_BYTES, slot_wait_s_max=WAIT_S, policy="lru")
     transfer = store.prefetch(prompt_keys(6), deadline_s=100.0)
     assert transfer.result(WAIT_S) == 6
     for seed in range(20, 24):
