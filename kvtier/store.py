@@ -21,6 +21,7 @@ from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
 from kvtier.purge import Purge, PurgeResult
 from kvtier.ssd_writer import SsdWriter
+from kvtier.tiers.arena import cuda_runtime
 from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
@@ -126,7 +127,12 @@ class Store(StoreView):
         catalog = Catalog(Lru, first_change=time.time_ns())
         catalog.restore(self._ssd.take_entries())
         host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
-        host = HostTier(block_bytes, host_blocks_max + config.staging_blocks_max, config.host_bytes)
+        host = HostTier(
+            block_bytes,
+            host_blocks_max + config.staging_blocks_max,
+            config.host_bytes,
+            cuda_runtime(),
+        )
         undo.callback(host.close)
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
