@@ -17,6 +17,7 @@ from kvtier.mover import Mover
 from kvtier.plan import Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
+from kvtier.tiers.arena import cuda_runtime
 from kvtier.tiers.directory import ReadDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
@@ -120,7 +121,12 @@ class StoreReader(StoreView):
             self._directory.segments, fs, self._follower, integrity_key=config.integrity_key
         )
         host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
-        host = HostTier(block_bytes, host_blocks_max + config.staging_blocks_max, config.host_bytes)
+        host = HostTier(
+            block_bytes,
+            host_blocks_max + config.staging_blocks_max,
+            config.host_bytes,
+            cuda_runtime(),
+        )
         undo.callback(host.close)
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()

@@ -22,6 +22,7 @@ from kvtier.prefetcher import Prefetcher
 from kvtier.prices import Prices
 from kvtier.purge import Purge, PurgeResult
 from kvtier.ssd_writer import SsdWriter
+from kvtier.tiers.arena import cuda_runtime
 from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
@@ -139,7 +140,12 @@ class Store(StoreView):
         )
         catalog.restore(self._ssd.take_entries())
         host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
-        host = HostTier(block_bytes, host_blocks_max + config.staging_blocks_max, config.host_bytes)
+        host = HostTier(
+            block_bytes,
+            host_blocks_max + config.staging_blocks_max,
+            config.host_bytes,
+            cuda_runtime(),
+        )
         undo.callback(host.close)
         self._writer = SsdWriter(
             catalog, self._ssd, self._budget, config, metrics, failed=self._writer_failed

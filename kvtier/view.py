@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ from kvtier.plan import Residency, RestorePlan, Tier
 from kvtier.restore import RestoreSession
 from kvtier.tiers.base import BlockId
 from kvtier.tiers.device import check_slots
+from kvtier.tiers.host import host_slot_bytes
+from kvtier.tiers.memory import check_host_bytes, machine_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from kvtier.transfer import Prefetch
 
 __all__ = ["Parts", "StoreView"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,10 @@ class StoreView(ABC):
         self._namespace = spec.namespace
         self._clock = clock
         self._trace = trace
+        staging_bytes = config.staging_blocks_max * host_slot_bytes(self._layout.block_bytes)
+        short = check_host_bytes(config.host_bytes, staging_bytes, machine_memory())
+        if short:
+            log.warning("%s: %s", path, short)
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
@@ -215,7 +224,11 @@ class StoreView(ABC):
             "counters": self._metrics.snapshot(),
             "histograms": self._metrics.histograms(),
             "tiers": {
-                "host": {**asdict(self._host.usage()), "ready": self._catalog.ready(Tier.HOST)},
+                "host": {
+                    **asdict(self._host.usage()),
+                    **self._host.pinning(),
+                    "ready": self._catalog.ready(Tier.HOST),
+                },
                 "ssd": self._ssd_stats(),
             },
             "pins": self._catalog.pins(),

@@ -78,7 +78,7 @@ ONLY_IN = {
     "os.getenv": {"config"},
     "pickle": set(),
     "time.sleep": {"tiers.directory"},  # waits for another process's lock, up to a bound
-    "torch": {"mover", "tiers.device", "tiers.host"},
+    "torch": {"mover", "tiers.arena", "tiers.device"},
 }
 
 

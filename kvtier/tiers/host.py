@@ -6,26 +6,19 @@ pages, so direct I/O can read into them.
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import mmap
-import sys
-import threading
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from kvtier.tiers.arena import PIN_PIECE_BYTES_MAX, Arena
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
+from kvtier.tiers.slots import SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtier.tiers.arena import CudaRuntime
+
 __all__ = ["HostTier", "host_slot_bytes"]
-
-log = logging.getLogger(__name__)
-
-_WIPE_ON_FORK: Final = 18
-"""MADV_WIPEONFORK: a forked child has no use for the arena, and must not make the parent's writes,
-the disk's among them, go to copies of its pages."""
 
 
 def host_slot_bytes(block_bytes: int) -> int:
@@ -38,53 +31,44 @@ class HostTier:
 
     ``slots`` may exceed what ``limit_bytes`` (the tier's budget) holds: the rest is staging for
     copies in flight. Two ways in: ``write``/``read`` copy whole blocks, and ``reserve``/``buffer``/
-    ``release`` hand out a slot for somebody else to fill in place.
+    ``release`` hand out a slot for somebody else to fill in place. ``runtime`` pins memory for a
+    GPU, ``piece_bytes_max`` at a time.
     """
 
-    def __init__(self, block_bytes: int, slots: int, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        slots: int,
+        limit_bytes: int,
+        runtime: CudaRuntime | None = None,
+        *,
+        piece_bytes_max: int = PIN_PIECE_BYTES_MAX,
+    ) -> None:
         self._block_bytes = block_bytes
         self._slot_bytes = host_slot_bytes(block_bytes)
-        self._slots = slots
         self._limit_bytes = limit_bytes
-        self._map = _arena(max(slots, 1) * self._slot_bytes)
-        self._view = memoryview(self._map)
-        self._lock = threading.Lock()
-        self._free = list(range(slots - 1, -1, -1))
-        self._ids: dict[int, BlockId | None] = {}
-        self._closed = False
-        self.pinned = _pin(self._map)
+        self._arena = Arena(self._slot_bytes, slots, runtime, piece_bytes_max=piece_bytes_max)
+        self._slots = SlotTable("host", slots)
 
     def reserve(self) -> int | None:
-        """Take a free slot, or None if there is none."""
-        with self._lock:
-            if not self._free:
-                return None
-            slot = self._free.pop()
-            self._ids[slot] = None
-            return slot
+        """Take the lowest free slot, or None if there is none."""
+        return self._slots.reserve()
 
     def buffer(self, slot: int) -> memoryview:
-        """Return the payload bytes of a slot that is taken."""
-        with self._lock:
-            if slot not in self._ids:
-                raise ValueError(f"host slot {slot} is not taken")
-        start = slot * self._slot_bytes
-        return self._view[start : start + self._block_bytes]
+        """Return the payload bytes of a slot that is taken.
+
+        The first one of a piece waits until it is pinned: call it on a lane, with no lock held.
+        """
+        self._slots.require(slot)
+        return self._arena.slot(slot)[: self._block_bytes]
 
     def label(self, slot: int, block: BlockId) -> None:
         """Say whose bytes a reserved slot now holds."""
-        with self._lock:
-            if slot not in self._ids:
-                raise ValueError(f"host slot {slot} is not taken")
-            self._ids[slot] = block
+        self._slots.label(slot, block)
 
     def release(self, slot: int) -> None:
         """Give a slot back; giving one back twice raises ``ValueError``."""
-        with self._lock:
-            if slot not in self._ids:
-                raise ValueError(f"host slot {slot} given back twice")
-            del self._ids[slot]
-            self._free.append(slot)
+        self._slots.release(slot)
 
     def write(
         self, records: Sequence[Record], payloads: Sequence[memoryview]
@@ -111,8 +95,7 @@ class HostTier:
         """Fetch blocks into buffers of their payload's size."""
         found = []
         for block, location, target in zip(ids, locations, into, strict=True):
-            with self._lock:
-                here = self._ids.get(location.slot) == block
+            here = self._slots.holds(location.slot, block)
             if here:
                 target[:] = self.buffer(location.slot)
             found.append(ReadResult.OK if here else ReadResult.GONE)
@@ -121,79 +104,24 @@ class HostTier:
     def drop(self, ids: Sequence[BlockId], locations: Sequence[Location]) -> None:
         """Forget blocks."""
         for block, location in zip(ids, locations, strict=True):
-            with self._lock:
-                here = self._ids.get(location.slot) == block
-            if here:
-                self.release(location.slot)
+            self._slots.forget(location.slot, block)
 
     def usage(self) -> Usage:
         """Return how full the tier is, staging included."""
-        with self._lock:
-            taken = len(self._ids)
+        taken = len(self._slots)
         return Usage(taken, taken * self._slot_bytes, self._limit_bytes)
+
+    def pinning(self) -> dict[str, int]:
+        """Return how many bytes a GPU copies from directly, and how many could not be pinned."""
+        return {
+            "pinned_bytes": self._arena.pinned_bytes,
+            "pin_failed_bytes": self._arena.pin_failed_bytes,
+        }
 
     def check(self) -> list[str]:
         """Return what is wrong with the free list, in words."""
-        with self._lock:
-            everything = sorted([*self._free, *self._ids])
-        if everything != list(range(self._slots)):
-            return [f"host: {len(everything)} slots accounted for, the arena has {self._slots}"]
-        return []
+        return self._slots.check()
 
     def close(self) -> None:
-        """Unmap the arena; idempotent. Views still held keep the memory, not the tier."""
-        if self._closed:
-            return
-        self._closed = True
-        if self.pinned:
-            _unpin(self._map)
-        self._view.release()
-        try:
-            self._map.close()
-        except BufferError:
-            log.debug("host arena is still viewed; it is freed with the last view")
-
-
-def _arena(nbytes: int) -> mmap.mmap:
-    """Return memory in huge pages: direct I/O into small ones is up to twice as slow."""
-    # A shared mapping, which is what mmap makes by default, gets none.
-    arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
-        with suppress(OSError):
-            arena.madvise(advice)
-    return arena
-
-
-def _cuda_runtime() -> object | None:
-    # Pinning serves a GPU; whoever has one has imported torch by now.
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return None
-    runtime: object = torch.cuda.cudart()
-    return runtime
-
-
-def _address(arena: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(arena))
-
-
-def _pin(arena: mmap.mmap) -> bool:
-    """Register the arena with CUDA. Not exercised without a GPU."""
-    runtime = _cuda_runtime()
-    if runtime is None:
-        return False
-    error = runtime.cudaHostRegister(_address(arena), len(arena), 0)  # type: ignore[attr-defined]
-    if int(error) != 0:
-        log.warning(
-            "host_bytes: pinning %d bytes failed (CUDA error %d); copies use pageable memory",
-            len(arena),
-            int(error),
-        )
-        return False
-    return True
-
-
-def _unpin(arena: mmap.mmap) -> None:
-    runtime = _cuda_runtime()
-    if runtime is not None:
-        runtime.cudaHostUnregister(_address(arena))  # type: ignore[attr-defined]
+        """Unpin and unmap the arena; idempotent. Views still held keep the memory, not the tier."""
+        self._arena.close()
