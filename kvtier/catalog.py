@@ -121,6 +121,11 @@ class Catalog:
             rows = map(self._rows.of(namespace).get, hashes)
             return [None if row is None or not shown[row] & bit else at(row) for row in rows]
 
+    def last_use_ns(self, row: int) -> int:
+        """Return when a row's block was used last; at first, when it came."""
+        with self.changed:
+            return self._last_use_ns[row]
+
     def ready(self, tier: Tier) -> int:
         """Return the number of READY copies in ``tier``."""
         with self.changed:
@@ -254,9 +259,14 @@ class Catalog:
     def evict(self, tier: Tier, count: int) -> list[int]:
         """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first."""
         with self.changed:
+            return self.take_out(self.victims(tier, count), tier)
+
+    def victims(self, tier: Tier, count: int) -> list[int]:
+        """Return up to ``count`` READY, unpinned copies, least valuable first; nothing moves."""
+        with self.changed:
             pins = self._pins[tier]
             fitting = (row for row in self._policies[tier].victims() if not pins[row])
-            return self.take_out(list(islice(fitting, count)), tier)
+            return list(islice(fitting, count))
 
     def take_out(self, rows: Iterable[int], tier: Tier) -> list[int]:
         """Move those of ``rows`` that are READY and unpinned to EVICTING; returns them."""

@@ -1,6 +1,7 @@
 """Puts: engine -> host on the copy lane, then on to the SSD through its writer.
 
-The copy lane brings a block into a host slot, after which the engine may reuse its memory.
+The copy lane brings a block into a host slot, after which the engine may reuse its memory. Where
+blocks are written on demotion only, that ends the put: the ``Demoter`` has the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from kvtier.catalog import CopyState
 from kvtier.errors import StoreClosed, StoreFailed
 from kvtier.lane import Lane
+from kvtier.mover import Unsaved
 from kvtier.plan import Tier
-from kvtier.ssd_writer import PendingWrite, SsdWriter
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.device import read_block
 from kvtier.transfer import PutResult, Transfer
+from kvtier.write_rule import PendingWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvtier.layout import BlockLayout
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
+    from kvtier.ssd_writer import SsdWriter
     from kvtier.tiers.base import Location
     from kvtier.tiers.device import KVSlots
 
@@ -45,11 +48,15 @@ class _NoSlot(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PutBlock:
-    """One block of a put: its place in the prompt, its catalog row, and its record."""
+    """One block of a put: its place in the prompt, its catalog row, and its record.
+
+    ``recomputed``: a plan would recompute it rather than load it.
+    """
 
     position: int
     row: int
     record: Record
+    recomputed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +93,7 @@ class Writeback:
         self._catalog = catalog
         self._writer = writer
         self._config = config
+        self._demote = config.write_policy == "demote"
         self._metrics = metrics
         self._host_blocks_max = host_blocks_max
         self._failed = failed
@@ -107,13 +115,14 @@ class Writeback:
     # -- what others call, from any thread
 
     def accept(
-        self, keys: BlockKeys, wanted: range, layout: BlockLayout
+        self, keys: BlockKeys, wanted: range, layout: BlockLayout, *, recomputed: int = 0
     ) -> tuple[list[PutBlock], int, int]:
         """Enter a put's new blocks as WRITING in host: (blocks, number present, number dropped).
 
         Blocks that are in a tier, or on their way into one, are present; what the queue has no room
-        for is dropped. A present block that an earlier put could not bring to the SSD is written
-        now.
+        for is dropped. A present block that is not on the SSD is written now, or is known to have
+        been asked for again once host memory lets it go. Of the prompt, a plan recomputes the first
+        ``recomputed`` blocks.
         """
         accepted: list[PutBlock] = []
         present = dropped = 0
@@ -134,7 +143,10 @@ class Writeback:
                 row = self._catalog.find(record.id)
                 if row is not None and self._present(row):
                     present += 1
-                    if room > len(accepted) and self._only_in_host(row):
+                    if self._demote and self._only_in_host(row):
+                        what = Unsaved(record, recomputed=block < recomputed, again=True)
+                        self._mover.unsave(row, what)
+                    elif room > len(accepted) and self._only_in_host(row):
                         room -= 1
                         self._rewrite(row, record)
                 elif len(accepted) >= room:
@@ -148,7 +160,7 @@ class Writeback:
                         position=record.position,
                         now_ns=now_ns,
                     )
-                    accepted.append(PutBlock(block, row, record))
+                    accepted.append(PutBlock(block, row, record, block < recomputed))
         return accepted, present, dropped
 
     def _present(self, row: int) -> bool:
@@ -169,7 +181,7 @@ class Writeback:
         if self._catalog.pin(row, Tier.HOST):
             with self._work:
                 self._unsettled += 1
-            self._submit(None, row, record)
+            self._submit(None, row, record, again=True)
 
     def put(self, job: PutJob) -> None:
         """Take over a put whose blocks were accepted."""
@@ -184,7 +196,10 @@ class Writeback:
             self._work.notify_all()
 
     def flush(self, timeout: float) -> int:
-        """Wait until everything accepted is durable or dropped; returns the blocks still open."""
+        """Wait until everything accepted is settled; returns the blocks still open.
+
+        Settled is durable or dropped; where blocks are written on demotion, in host or dropped.
+        """
         with self._work:
             self._work.wait_for(
                 lambda: not self._unsettled or self._closing or self._broken, timeout
@@ -251,16 +266,30 @@ class Writeback:
         except Exception as error:  # noqa: BLE001 - the engine's tensors are not ours to trust
             self._mover.free_slot(slot)
             return error
-        self._mover.fill(block.row, block.record.id, slot)
-        self._submit(job, block.row, block.record)
+        unsaved = Unsaved(block.record, block.recomputed) if self._demote else None
+        self._mover.fill(block.row, block.record.id, slot, unsaved)
+        if self._demote:
+            self._mover.unpin_host(block.row)
+            self._settle(job, stored=True)
+        else:
+            self._submit(job, block.row, block.record, recomputed=block.recomputed)
         return None
 
     # -- outcomes, on the writer's lanes
 
-    def _submit(self, job: PutJob | None, row: int, record: Record) -> None:
+    def _submit(
+        self,
+        job: PutJob | None,
+        row: int,
+        record: Record,
+        *,
+        recomputed: bool = False,
+        again: bool = False,
+    ) -> None:
         with self._work:
             self._writing.add(row)
-        self._writer.submit(PendingWrite(row, record, partial(self._written, job, row)))
+        done = partial(self._written, job, row)
+        self._writer.submit(PendingWrite(row, record, done, recomputed=recomputed, again=again))
 
     def _written(self, job: PutJob | None, row: int, where: Location | None) -> None:
         with self._work:

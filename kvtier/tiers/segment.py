@@ -34,6 +34,7 @@ __all__ = [
     "keyed_tag",
     "part_digests",
     "read_digests",
+    "size_class",
     "slot_bytes",
 ]
 
@@ -114,7 +115,12 @@ def header_bytes(parts: int) -> int:
 
 def slot_bytes(record: Record) -> int:
     """Return the size class of a record: header and payload in whole pages."""
-    size = header_bytes(len(record.part_bytes)) + record.payload_bytes
+    return size_class(record.part_bytes)
+
+
+def size_class(part_bytes: Sequence[int]) -> int:
+    """Return the slot size of a record with parts of so many bytes."""
+    size = header_bytes(len(part_bytes)) + sum(part_bytes)
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
