@@ -278,7 +278,9 @@ class Store(StoreView):
         """
         self._check_open()
         limit = self.config.close_s_max if timeout is None else timeout
-        left = self._flush(limit)
+        self._check_settled(self._flush(limit), limit)
+
+    def _check_settled(self, left: int, limit: float) -> None:
         self._check_open()
         if left:
             raise TransferFailed(f"{self.path}: {left} blocks are not durable after {limit:.1f} s")
@@ -308,7 +310,8 @@ class Store(StoreView):
         self._check_open()
         limit = self.config.slot_wait_s_max if timeout is None else timeout
         purge = Purge.of(namespace, tenant, older_than_s, time.time_ns())
-        self.flush()
+        # Puts under way come first; what host memory alone has needs no write to be destroyed.
+        self._check_settled(self._writeback.flush(self.config.close_s_max), self.config.close_s_max)
         result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)
         self._check_open()
         return result
