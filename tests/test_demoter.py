@@ -368,8 +368,9 @@ def test_a_lane_that_dies_wakes_a_flush(demoting: Open) -> None:
     store = demoting()
     put(store, prompt_keys(6))
     faulty_index(store).error = RuntimeError("a fault of our own")
+    flushing = in_thread(store.flush)  # which fails the test if it does not come back
     with pytest.raises(StoreFailed, match="a fault of our own"):
-        store.flush()
+        flushing()
 
 
 # -- what is asked for again
