@@ -22,7 +22,7 @@ _UNITS: Final = {
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }  # fmt: skip
 BYTES_MAX: Final = 1 << 62
-POLICIES: Final = ("lru",)
+POLICIES: Final = ("priced", "prefix-closed", "sieve", "lru")
 KEY_BYTES: Final = range(16, 65)
 WRITE_POLICIES: Final = ("through", "demote")
 _OPTIONAL: Final = ("ssd_write_bytes_per_day",)
@@ -62,7 +62,9 @@ class StoreConfig:
     integrity_key: bytes = field(default=b"", repr=False)
     """16 to 64 secret bytes: records carry a tag that only their holder can make. For a directory
     that others may write to; costs a SHA-256 of every byte."""
-    policy: str = "lru"
+    policy: str = "priced"
+    """Which blocks go first: "priced" (the least loss), "prefix-closed" (the same for callers that
+    need contiguous prefixes), "sieve" or "lru"."""
     write_policy: str = "through"
     """When blocks go to the SSD. "through": with their put. "demote": when host memory lets go of
     them, and with ``flush`` and ``close``, so that short-lived ones cost no write; needs

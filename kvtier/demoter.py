@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -140,6 +141,7 @@ class Demoter:
             with self._work:
                 idle = row not in self._writing and not self._stopped
             wanted = idle and self._mover.is_unsaved(row, unsaved)
+            wanted = wanted and not self._catalog.expired(row)
             write = self._begin(row, unsaved) if wanted else None
         if write is not None:
             self._writer.submit(write)
@@ -149,15 +151,11 @@ class Demoter:
         self._catalog.pin(row, Tier.HOST)
         with self._work:
             self._writing.add(row)
-        record = unsaved.record
-        used = self._catalog.last_use_ns(row) > record.created_ns
-        return PendingWrite(
-            row,
-            record,
-            partial(self._written, row),
-            recomputed=unsaved.recomputed,
-            again=unsaved.again or used,
-        )
+        # Retention may have been raised since the put.
+        priority, expiry_ns = self._catalog.retention(row)
+        record = replace(unsaved.record, priority=priority, expiry_ns=expiry_ns)
+        done = partial(self._written, row)
+        return PendingWrite(row, record, done, recomputed=unsaved.recomputed)
 
     def _written(self, row: int, where: Location | None) -> None:
         with self._catalog.changed:

@@ -16,7 +16,7 @@ from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtier.catalog import Catalog
     from kvtier.metrics import Metrics
@@ -34,13 +34,11 @@ LOOK_BLOCKS: Final = 32
 class Unsaved:
     """What to write of a host copy that the SSD was not given yet.
 
-    ``recomputed``: a plan would recompute the block rather than load it. ``again``: it was put once
-    more since it came.
+    ``recomputed``: a plan would recompute the block rather than load it.
     """
 
     record: Record
     recomputed: bool = False
-    again: bool = False
 
 
 class BlockReads(Protocol):
@@ -120,14 +118,19 @@ class Mover:
         """Evict those of the ``count`` first victims that may go; returns the others by row."""
         with self._catalog.changed:
             rows = self._catalog.victims(Tier.HOST, count)
-            self._evict(row for row in rows if row not in self._unsaved)
-            return {row: self._unsaved[row] for row in rows if row in self._unsaved}
+            kept = {row: self._unsaved[row] for row in rows if self._must_stay(row)}
+            self._evict([row for row in rows if row not in kept])
+            return kept
+
+    def _must_stay(self, row: int) -> bool:
+        """Whether a copy is to be written before it goes; what has expired is not worth that."""
+        return row in self._unsaved and not self._catalog.expired(row)
 
     def _evict_one(self) -> bool:
         """Evict the first victim that needs no write before; whether there is one."""
         look = LOOK_BLOCKS if self._unsaved else 1
         rows = self._catalog.victims(Tier.HOST, look)
-        return self._evict([row for row in rows if row not in self._unsaved][:1]) > 0
+        return self._evict([row for row in rows if not self._must_stay(row)][:1]) > 0
 
     def unpin_host(self, row: int) -> None:
         """Undo one pin of a host copy and give back what is over the budget."""
@@ -153,13 +156,13 @@ class Mover:
             self._host.release(slot)
             self._catalog.changed.notify_all()
 
-    def _evict(self, rows: Iterable[int]) -> int:
-        taken = self._catalog.take_out(rows, Tier.HOST)
-        ssd = [self._catalog.state(row, Tier.SSD) for row in taken]
-        self._drop_host(taken)
-        self._metrics.add("evicted_blocks_host", len(taken))
+    def _evict(self, rows: Sequence[int]) -> int:
+        self._catalog.evict_rows(rows, Tier.HOST)
+        ssd = [self._catalog.state(row, Tier.SSD) for row in rows]
+        self._drop_host(rows)
+        self._metrics.add("evicted_blocks_host", len(rows))
         self._metrics.add("lost_blocks_host", len(ssd) - ssd.count(CopyState.READY))
-        return len(taken)
+        return len(rows)
 
     def purge_host(self, select: Callable[[], Sequence[int]]) -> list[BlockId]:
         """Drop the host copies of the rows that ``select`` returns, except pinned ones."""

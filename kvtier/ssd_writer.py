@@ -205,15 +205,17 @@ class SsdWriter:
         new: list[PendingWrite] = []
         for write in batch:
             state = self._state(write.row)
-            if state is not CopyState.ABSENT or write.record.id in undropped:
-                # Stored meanwhile; or its old, damaged record is still in the index.
+            if state is not CopyState.ABSENT:  # stored meanwhile
                 ready = state is CopyState.READY
                 write.done(self._catalog.location(write.row, Tier.SSD) if ready else None)
+                continue
+            self._catalog.begin(write.record.id, Tier.SSD, "write")
+            if write.record.id in undropped:  # its old, damaged record is still in the index
+                self._give_up(write, "abort")
             elif not self._wanted(write, len(new)):
                 self._metrics.add("ssd_declined_blocks")
-                write.done(None)
+                self._give_up(write, "abort")
             else:
-                self._catalog.begin(write.record.id, Tier.SSD, "write")
                 new.append(write)
         if not new:
             return
@@ -221,8 +223,7 @@ class SsdWriter:
         started = []
         for write, where in zip(new, places, strict=True):
             if where is None:
-                self._catalog.end(write.row, Tier.SSD, "abort")
-                write.done(None)
+                self._give_up(write, "decline")
             else:
                 payload = self._mover.payload(write.row)
                 started.append((write, self._ssd.store(write.record, payload, where)))
@@ -231,6 +232,10 @@ class SsdWriter:
             self._work.notify_all()
         for _, stored in started:
             stored.add_done_callback(self._stored)
+
+    def _give_up(self, write: PendingWrite, what: str) -> None:
+        self._catalog.end(write.row, Tier.SSD, what)
+        write.done(None)
 
     def _stored(self, _: Future[Location | None]) -> None:
         with self._work:
@@ -250,7 +255,7 @@ class SsdWriter:
         size = self._ssd.slot_bytes(write.record)
         # What can never fit must be declined before anything is evicted for it.
         return self._ssd.fits(size) and self._rule.admits(
-            write, size, full=self._is_full(size, ahead)
+            write, size, uses=self._catalog.asked(write.row), full=self._is_full(size, ahead)
         )
 
     def _is_full(self, size: int, ahead: int) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from kvtier.admission import SecondAccess
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,40 +16,40 @@ __all__ = ["PendingWrite", "WriteRule"]
 
 log = logging.getLogger(__name__)
 
+DOUBTFUL_USES_MIN: Final = 2
+"""How often a block was asked for, its put included, before it is written where that is dear."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingWrite:
     """One block to write: its catalog row, whose host copy is pinned, and its record.
 
     ``done(where)`` is called once, on a lane: with its place, once that is durable, or None.
-    ``recomputed``: a plan would recompute the block anyway. ``again``: it is known to have been
-    asked for before.
+    ``recomputed``: a plan would recompute the block anyway.
     """
 
     row: int
     record: Record
     done: Callable[[Location | None], None]
     recomputed: bool = False
-    again: bool = False
 
 
 class WriteRule:
-    """The write budget, and the memory of blocks that were declined; its owner locks."""
+    """Weighs a block against room and the write budget, from which it takes; its owner locks."""
 
     def __init__(self, budget: WriteBudget) -> None:
         self._budget = budget
-        self._seen = SecondAccess()
 
-    def admits(self, write: PendingWrite, nbytes: int, *, full: bool) -> bool:
+    def admits(self, write: PendingWrite, nbytes: int, *, uses: int, full: bool) -> bool:
         """Whether a block of ``nbytes`` on disk may be written; takes them from the budget.
 
         With a short budget, or if the SSD is ``full`` and a plan would recompute the block, only
-        what is asked for a second time is. Priority lifts that, but nothing lifts the budget.
+        what was asked for twice is: ``uses`` counts its put. Priority lifts that, but nothing lifts
+        the budget.
         """
-        if self._budget.short() or (full and write.recomputed):
-            record = write.record
-            if record.priority <= 0 and not write.again and not self._seen.admits(record.id):
-                return False
+        doubtful = self._budget.short() or (full and write.recomputed)
+        if doubtful and write.record.priority <= 0 and uses < DOUBTFUL_USES_MIN:
+            return False
         try:
             return self._budget.spend(nbytes)
         except OSError as error:

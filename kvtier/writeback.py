@@ -19,6 +19,7 @@ from kvtier.errors import StoreClosed, StoreFailed
 from kvtier.lane import Lane
 from kvtier.mover import Unsaved
 from kvtier.plan import Tier
+from kvtier.retention import Retention
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.device import read_block
 from kvtier.transfer import PutResult, Transfer
@@ -115,52 +116,80 @@ class Writeback:
     # -- what others call, from any thread
 
     def accept(
-        self, keys: BlockKeys, wanted: range, layout: BlockLayout, *, recomputed: int = 0
+        self,
+        keys: BlockKeys,
+        wanted: range,
+        layout: BlockLayout,
+        retention: Retention | None,
+        *,
+        recomputed: int = 0,
     ) -> tuple[list[PutBlock], int, int]:
         """Enter a put's new blocks as WRITING in host: (blocks, number present, number dropped).
 
         Blocks that are in a tier, or on their way into one, are present; what the queue has no room
-        for is dropped. A present block that is not on the SSD is written now, or is known to have
-        been asked for again once host memory lets it go. Of the prompt, a plan recomputes the first
-        ``recomputed`` blocks.
+        for is dropped. A present block that is not on the SSD is written now, or when host memory
+        lets go of it. Of the prompt, a plan recomputes the first ``recomputed`` blocks.
         """
-        accepted: list[PutBlock] = []
-        present = dropped = 0
         with self._work:
             room = self._config.write_queue_blocks_max - self._unsettled
-        now_ns, part_bytes = time.time_ns(), layout.part_bytes
+        now_ns, asked = time.time_ns(), retention or Retention()
+        expiry_ns = asked.expiry_ns(now_ns)
+        new: list[int] = []
+        rewritten: list[tuple[int, int]] = []
+        present = dropped = 0
         with self._catalog.changed:
             for block in wanted:
-                record = Record(
+                row = self._catalog.find(BlockId(keys.namespace, keys.hashes[block]))
+                if row is not None and self._present(row):
+                    present += 1
+                    if retention is not None or self._catalog.expired(row):
+                        self._catalog.retain(row, asked.priority, expiry_ns)
+                    free = self._demote or room > len(new) + len(rewritten)
+                    if free and self._only_in_host(row):
+                        self._catalog.ask(row)  # what nobody loads, but is computed again
+                        rewritten.append((block, row))
+                elif len(new) + (not self._demote) * len(rewritten) >= room:
+                    dropped += 1
+                else:
+                    new.append(block)
+            rows = self._catalog.begin_all(
+                keys.namespace,
+                [keys.hashes[block] for block in new],
+                Tier.HOST,
+                "write",
+                tenant_digest=keys.tenant_digest,
+                positions=new,
+                now_ns=now_ns,
+                priority=asked.priority,
+                expiry_ns=expiry_ns,
+            )
+            coming = [*rows, *(row for _, row in rewritten)]
+            if coming:
+                self._catalog.announce(keys.namespace, keys.hashes[: max(wanted) + 1], coming)
+
+            def record(block: int) -> Record:
+                return Record(
                     id=BlockId(keys.namespace, keys.hashes[block]),
                     parent=keys.parent(block),
                     position=block,
                     tenant_digest=keys.tenant_digest,
                     part_bytes=part_bytes,
                     shapes=layout.parts,
+                    priority=asked.priority,
                     created_ns=now_ns,
+                    expiry_ns=expiry_ns,
                 )
-                row = self._catalog.find(record.id)
-                if row is not None and self._present(row):
-                    present += 1
-                    if self._demote and self._only_in_host(row):
-                        what = Unsaved(record, recomputed=block < recomputed, again=True)
-                        self._mover.unsave(row, what)
-                    elif room > len(accepted) and self._only_in_host(row):
-                        room -= 1
-                        self._rewrite(row, record)
-                elif len(accepted) >= room:
-                    dropped += 1
+
+            part_bytes = layout.part_bytes
+            for block, row in rewritten:
+                if self._demote:
+                    self._mover.unsave(row, Unsaved(record(block), block < recomputed))
                 else:
-                    row = self._catalog.begin(
-                        record.id,
-                        Tier.HOST,
-                        "write",
-                        tenant_digest=record.tenant_digest,
-                        position=record.position,
-                        now_ns=now_ns,
-                    )
-                    accepted.append(PutBlock(block, row, record, block < recomputed))
+                    self._rewrite(row, record(block))
+        accepted = [
+            PutBlock(block, row, record(block), block < recomputed)
+            for block, row in zip(new, rows, strict=True)
+        ]
         return accepted, present, dropped
 
     def _present(self, row: int) -> bool:
@@ -181,7 +210,7 @@ class Writeback:
         if self._catalog.pin(row, Tier.HOST):
             with self._work:
                 self._unsettled += 1
-            self._submit(None, row, record, again=True)
+            self._submit(None, row, record)
 
     def put(self, job: PutJob) -> None:
         """Take over a put whose blocks were accepted."""
@@ -278,18 +307,12 @@ class Writeback:
     # -- outcomes, on the writer's lanes
 
     def _submit(
-        self,
-        job: PutJob | None,
-        row: int,
-        record: Record,
-        *,
-        recomputed: bool = False,
-        again: bool = False,
+        self, job: PutJob | None, row: int, record: Record, *, recomputed: bool = False
     ) -> None:
         with self._work:
             self._writing.add(row)
         done = partial(self._written, job, row)
-        self._writer.submit(PendingWrite(row, record, done, recomputed=recomputed, again=again))
+        self._writer.submit(PendingWrite(row, record, done, recomputed=recomputed))
 
     def _written(self, job: PutJob | None, row: int, where: Location | None) -> None:
         with self._work:

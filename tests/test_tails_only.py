@@ -91,23 +91,22 @@ def rule_of(limit: int | None) -> WriteRule:
 
 
 def test_only_a_full_ssd_declines_the_head() -> None:
-    """With room, everything is written; without, the head only when it comes a second time."""
+    """With room, everything is written; without, the head only once it was asked for twice."""
     rule = rule_of(None)
-    assert rule.admits(write_of(1, recomputed=True), 10, full=False)
-    assert rule.admits(write_of(2), 10, full=True)
-    assert not rule.admits(write_of(3, recomputed=True), 10, full=True)
-    assert rule.admits(write_of(3, recomputed=True), 10, full=True)
-    assert rule.admits(write_of(4, recomputed=True, again=True), 10, full=True)
+    assert rule.admits(write_of(1, recomputed=True), 10, uses=1, full=False)
+    assert rule.admits(write_of(2), 10, uses=1, full=True)
+    assert not rule.admits(write_of(3, recomputed=True), 10, uses=1, full=True)
+    assert rule.admits(write_of(3, recomputed=True), 10, uses=2, full=True)
 
 
 def test_priority_is_admitted_but_does_not_lift_the_budget() -> None:
     """A put with priority is written the first time, as long as the day's bytes last."""
     rule = rule_of(100)
-    assert rule.admits(write_of(1), 80, full=False)
-    assert not rule.admits(write_of(2), 10, full=False)
-    assert rule.admits(write_of(3, priority=1), 10, full=False)
-    assert not rule.admits(write_of(4, priority=1), 20, full=False)
-    assert not rule.admits(write_of(5, again=True), 20, full=False)
+    assert rule.admits(write_of(1), 80, uses=1, full=False)
+    assert not rule.admits(write_of(2), 10, uses=1, full=False)
+    assert rule.admits(write_of(3, priority=1), 10, uses=1, full=False)
+    assert not rule.admits(write_of(4, priority=1), 20, uses=1, full=False)
+    assert not rule.admits(write_of(5), 20, uses=9, full=False)
 
 
 # -- in a store
