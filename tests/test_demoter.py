@@ -564,3 +564,45 @@ def test_puts_through_keep_nothing_to_be_written(open_store: Open) -> None:
     source = filled_slots(prompt_keys(4))
     store.put(prompt_keys(4), source).result(WAIT_S)
     assert host(store)["unsaved"] == 0
+
+
+# -- retention
+
+
+def test_a_demoted_record_carries_the_retention_as_it_is_then(demoting: Open) -> None:
+    """What was raised after the put is what is written, and what the next process finds."""
+    store = demoting()
+    keys = prompt_keys(3)
+    put(store, keys)
+    assert put(store, keys, retention=kvtier.Retention(priority=5)).present == 3
+    put(store, keys)
+    store.close()
+    catalog = demoting()._catalog
+    rows = [catalog.find(BlockId(keys.namespace, digest)) for digest in keys]
+    assert [catalog.retention(row) for row in rows] == [(5, 0)] * 3
+
+
+def test_what_has_expired_goes_without_a_write(demoting: Open) -> None:
+    """A block past its time is worth no write: not when host memory is full, nor on a flush."""
+    store = demoting()
+    keys = prompt_keys(4)
+    put(store, keys, retention=kvtier.Retention(ttl_s=0.001))
+    eventually(lambda: store.lookup(keys).stored == 0)
+    store.flush()
+    assert counters(store)["ssd_written_blocks"] == 0
+    lasting = [prompt_keys(4, seed) for seed in (1, 2)]
+    for each in lasting:
+        put(store, each)
+    eventually(lambda: is_relieved(store))
+    assert counters(store)["ssd_written_blocks"] == 0
+    assert stored(store, lasting) == 8
+
+
+def test_priority_is_written_from_a_short_budget(demoting: Open) -> None:
+    """A put with priority is written although nobody asked for its blocks again."""
+    store = declining(demoting)
+    put(store, prompt_keys(2, 1))
+    put(store, prompt_keys(2, 2), retention=kvtier.Retention(priority=1))
+    store.flush()
+    assert on_ssd(store, prompt_keys(2, 1)) == []
+    assert on_ssd(store, prompt_keys(2, 2)) == [0, 1]
