@@ -287,11 +287,21 @@ class Catalog:
         it would displace finds no room.
         """
         with self.changed:
+            rows = self.victims(tier, count)
+            self.evict_rows(rows, tier)
+            return rows
+
+    def victims(self, tier: Tier, count: int) -> list[int]:
+        """Return what ``evict`` would move; nothing moves."""
+        with self.changed:
             self._columns.expire()
-            rows = self._columns.victims(tier, count)
+            return self._columns.victims(tier, count)
+
+    def evict_rows(self, rows: Sequence[int], tier: Tier) -> None:
+        """Move ``victims`` to EVICTING."""
+        with self.changed:
             self._copies.move(rows, tier, "evict")
             self._orders.evicted(rows, tier)
-            return rows
 
     def take_out(self, rows: Iterable[int], tier: Tier) -> list[int]:
         """Move those of ``rows`` that are READY and unpinned to EVICTING; returns them."""
@@ -366,6 +376,11 @@ class Catalog:
             self._orders.retain(row, priority, expiry_ns)
             self._copies.hidden.discard(row)
             self._copies.show((row,))
+
+    def retention(self, row: int) -> tuple[int, int]:
+        """Return the priority and the expiry (0: none) of a row's block that has not expired."""
+        with self.changed:
+            return self._orders.retention(row)
 
     def expired(self, row: int) -> bool:
         """Return whether a row's block has expired."""

@@ -6,7 +6,10 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeGuard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["ByteSize", "StoreConfig", "parse_bytes"]
 
@@ -22,6 +25,7 @@ BYTES_MAX: Final = 1 << 62
 POLICIES: Final = ("priced", "prefix-closed", "sieve", "lru")
 KEY_BYTES: Final = range(16, 65)
 _OPTIONAL: Final = ("ssd_write_bytes_per_day", "prefetch_bytes_max", "prefetch_bytes_per_s")
+WRITE_POLICIES: Final = ("through", "demote")
 _SIZES: Final = ("host_bytes", "ssd_bytes", *_OPTIONAL)
 
 
@@ -61,6 +65,17 @@ class StoreConfig:
     policy: str = "priced"
     """Which blocks go first: "priced" (the least loss), "prefix-closed" (the same for callers that
     need contiguous prefixes), "sieve" or "lru"."""
+    write_policy: str = "through"
+    """When blocks go to the SSD. "through": with their put. "demote": when host memory lets go of
+    them, and with ``flush`` and ``close``, so that short-lived ones cost no write; needs
+    ``host_bytes``."""
+    tails_only: bool = False
+    """While the SSD is full or its write budget is short, blocks that a plan would recompute anyway
+    are not written unless they are asked for again."""
+    host_high_water: float = 0.95
+    """The part of ``host_bytes`` above which host memory is relieved in the background."""
+    host_low_water: float = 0.9
+    """The part of ``host_bytes`` down to which it is relieved, so that puts find free slots."""
     staging_blocks_max: int = 8
     """Host slots beyond ``host_bytes`` that copies in flight may use."""
     loads_inflight_max: int = 4
@@ -92,8 +107,17 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+        if self.write_policy not in WRITE_POLICIES:
+            raise ValueError(
+                f"write_policy: {self.write_policy!r} is not one of {', '.join(WRITE_POLICIES)}"
+            )
         for each in fields(self):
             _check(each.name, getattr(self, each.name))
+        if self.host_low_water > self.host_high_water:
+            raise ValueError(
+                f"host_low_water: {self.host_low_water} exceeds "
+                f"host_high_water={self.host_high_water}"
+            )
         if self.staging_blocks_max <= self.loads_inflight_max:
             raise ValueError(
                 f"staging_blocks_max: {self.staging_blocks_max} must exceed "
@@ -115,10 +139,26 @@ def _check(name: str, value: object) -> None:
         missing = value is None and name in _OPTIONAL
         if not missing and (type(value) is not int or not 0 <= value <= BYTES_MAX):
             raise ValueError(f"{name}: {value!r} is not an int in [0, {BYTES_MAX}]")
-    elif name.endswith("_s_max"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{name}: {value!r} is not a number of seconds")
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}: {value!r} is not positive and finite")
-    elif name.endswith("_max") and (type(value) is not int or value <= 0):
-        raise ValueError(f"{name}: {value!r} is not a positive int")
+    else:
+        for suffix, holds, wanted in _KINDS:
+            if name.endswith(suffix):
+                if not holds(value):
+                    raise ValueError(f"{name}: {value!r} is not {wanted}")
+                return
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_KINDS: Final[tuple[tuple[str, Callable[[object], bool], str], ...]] = (
+    ("_only", lambda value: isinstance(value, bool), "True or False"),
+    ("_water", lambda value: _is_number(value) and 0 < value <= 1, "a part in (0, 1]"),
+    (
+        "_s_max",
+        lambda value: _is_number(value) and value > 0 and math.isfinite(value),
+        "a positive, finite number of seconds",
+    ),
+    ("_max", lambda value: type(value) is int and value > 0, "a positive int"),
+)
+"""By the end of a field's name: what it must hold, and that in words. The first one counts."""

@@ -33,6 +33,7 @@ COUNTERS: Final = frozenset(
         "ssd_read_blocks",
         "ssd_read_bytes",
         "evicted_blocks_host",
+        "lost_blocks_host",
         "evicted_blocks_ssd",
         "purged_blocks_ssd",
         "restores",

@@ -133,6 +133,10 @@ class Orders:
         if expired or (before and (not expiry_ns or expiry_ns > before)):
             self._deadlines.set(row, expiry_ns)
 
+    def retention(self, row: int) -> tuple[int, int]:
+        """Return a row's priority and expiry."""
+        return self._priority[row], self._deadlines.column[row]
+
     def has_expired(self, row: int) -> bool:
         """Return whether a row was taken for expired by ``expire``."""
         return self._priority[row] == EXPIRED

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtier.cost import CostModel
     from kvtier.plan import Residency
 
-__all__ = ["GAIN_MIN", "Way", "plan", "plan_batch", "split_one_tier"]
+__all__ = ["GAIN_MIN", "Way", "plan", "plan_batch", "recomputed_head", "split_one_tier"]
 
 GAIN_MIN: Final = 0.05
 """A hybrid must beat the better single way by this share, or it is not worth its moving parts."""
@@ -76,7 +76,8 @@ def plan(
         raise ValueError(f"way: {way!r} is not one of {', '.join(get_args(Way))}")
     if not compute_price >= 0:
         raise ValueError(f"compute_price: {compute_price} is negative")
-    layout = _layout(residency, costs, resident, step_blocks_max)
+    tokens, nbytes = residency.keys.block_tokens, residency.block_bytes
+    layout = _layout(residency.tiers, costs, tokens, nbytes, resident, step_blocks_max)
     choice, times, reason = _choose(layout, costs, way, compute_price, deadline_s)
     recompute = layout.recomputed(choice)
     chosen = set(recompute)
@@ -100,6 +101,28 @@ def plan(
         predicted=times,
         reason=reason,
     )
+
+
+def recomputed_head(
+    blocks: int,
+    costs: CostModel,
+    *,
+    block_tokens: int,
+    block_bytes: int,
+    step_blocks_max: int = 1,
+    compute_price: float = 0.0,
+) -> int:
+    """Return how many leading blocks a plan recomputes of a prompt that is on the SSD as a whole.
+
+    Storing them gains nothing as long as the costs and the price of compute hold. 0 while the cost
+    of recomputing is not known.
+    """
+    if not blocks:
+        return 0
+    tiers = (Tier.SSD,) * blocks
+    layout = _layout(tiers, costs, block_tokens, block_bytes, 0, step_blocks_max)
+    choice, _, _ = _choose(layout, costs, "best", compute_price, None)
+    return choice.ssd
 
 
 def plan_batch(
@@ -166,8 +189,14 @@ def _threshold(
     return best, float(times[best])
 
 
-def _layout(residency: Residency, costs: CostModel, resident: int, step: int) -> Layout:
-    tiers = residency.tiers
+def _layout(
+    tiers: Sequence[Tier | None],
+    costs: CostModel,
+    tokens: int,
+    nbytes: int,
+    resident: int,
+    step: int,
+) -> Layout:
     spans = [
         (tier, max(start, resident), stop)
         for tier, start, stop in runs(tiers)
@@ -176,11 +205,11 @@ def _layout(residency: Residency, costs: CostModel, resident: int, step: int) ->
     slowed = 1 + costs.interference
     return Layout(
         spans,
-        costs.block_seconds(residency.keys.block_tokens, 0, len(tiers)) * slowed,
+        costs.block_seconds(tokens, 0, len(tiers)) * slowed,
         step_s=costs.compute.fixed_s * slowed,
         step_blocks=step,
-        ssd_s=costs.load_seconds(Tier.SSD, residency.block_bytes),
-        host_s=costs.load_seconds(Tier.HOST, residency.block_bytes),
+        ssd_s=costs.load_seconds(Tier.SSD, nbytes),
+        host_s=costs.load_seconds(Tier.HOST, nbytes),
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.catalog import CopyState
 from kvtier.lane import Lane
 from kvtier.plan import Tier
+from kvtier.write_rule import PendingWrite, WriteRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.ssd import SsdTier
     from kvtier.tiers.write_budget import WriteBudget
 
-__all__ = ["PendingWrite", "Purged", "SsdWriter"]
+__all__ = ["Purged", "SsdWriter"]
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +41,10 @@ USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
 FULL_INDEX_BLOCKS: Final = 8
 """Blocks evicted for each batch that meets a full index: removing many at once needs room in it."""
-SHORT_USES_MIN: Final = 2
-"""How often a block was asked for, its put included, before a short write budget goes to it."""
 AHEAD_BLOCKS_MAX: Final = 128
 """Room that a full store keeps ahead of its writes, so that evictions share their commits."""
 AHEAD_SHARE: Final = 8
 """That room is at most one in so many of the blocks stored."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingWrite:
-    """One block to write: its catalog row, whose host copy is pinned, and its record.
-
-    ``done(where)`` is called once, on a lane: with its place, once that is durable, or None.
-    """
-
-    row: int
-    record: Record
-    done: Callable[[Location | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +70,7 @@ class SsdWriter:
     ) -> None:
         self._catalog = catalog
         self._ssd = ssd
-        self._budget = budget
+        self._rule = WriteRule(budget)
         self._batch_blocks_max = config.write_batch_blocks_max
         self._metrics = metrics
         self._mover: Mover
@@ -115,6 +102,8 @@ class SsdWriter:
         with self._work:
             self._broken = True
             self._work.notify_all()
+        with self._catalog.changed:
+            self._catalog.changed.notify_all()  # the write lane may wait there
 
     # -- what others call, from any thread
 
@@ -215,7 +204,7 @@ class SsdWriter:
         undropped = {block for block, _ in self._undropped}
         new: list[PendingWrite] = []
         for write in batch:
-            state = self._catalog.state(write.row, Tier.SSD)
+            state = self._state(write.row)
             if state is not CopyState.ABSENT:  # stored meanwhile
                 ready = state is CopyState.READY
                 write.done(self._catalog.location(write.row, Tier.SSD) if ready else None)
@@ -223,7 +212,7 @@ class SsdWriter:
             self._catalog.begin(write.record.id, Tier.SSD, "write")
             if write.record.id in undropped:  # its old, damaged record is still in the index
                 self._give_up(write, "abort")
-            elif not self._affordable(write):
+            elif not self._wanted(write, len(new)):
                 self._metrics.add("ssd_declined_blocks")
                 self._give_up(write, "abort")
             else:
@@ -253,15 +242,26 @@ class SsdWriter:
             if self._stored_blocks():
                 self._work.notify_all()
 
-    def _affordable(self, write: PendingWrite) -> bool:
-        """Whether the write budget allows a block; a short one only what comes a second time."""
-        if self._budget.short() and self._catalog.asked(write.row) < SHORT_USES_MIN:
-            return False
-        try:
-            return self._budget.spend(self._ssd.slot_bytes(write.record))
-        except OSError as error:
-            log.warning("the write budget could not be saved, nothing is written: %s", error)
-            return False
+    def _state(self, row: int) -> CopyState:
+        """Return the state of a row's copy on the SSD, once no commit is evicting it any more."""
+        with self._catalog.changed:
+            self._catalog.changed.wait_for(
+                lambda: self._broken or self._catalog.state(row, Tier.SSD) is not CopyState.EVICTING
+            )
+            return self._catalog.state(row, Tier.SSD)
+
+    def _wanted(self, write: PendingWrite, ahead: int) -> bool:
+        """Whether a block may be written after ``ahead`` others of its batch; pays for it."""
+        size = self._ssd.slot_bytes(write.record)
+        # What can never fit must be declined before anything is evicted for it.
+        return self._ssd.fits(size) and self._rule.admits(
+            write, size, uses=self._catalog.asked(write.row), full=self._is_full(size, ahead)
+        )
+
+    def _is_full(self, size: int, ahead: int) -> bool:
+        """Whether a write after ``ahead`` others takes room that an eviction made, or must make."""
+        made = self._ahead() if self._full else 0
+        return self._ssd.room(size) - ahead <= made
 
     def _place(self, records: Sequence[Record]) -> list[Location | None]:
         size = self._ssd.slot_bytes(records[0])

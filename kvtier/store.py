@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.calibration import CostBook
 from kvtier.catalog import Catalog
 from kvtier.config import ByteSize, StoreConfig, parse_bytes
+from kvtier.demoter import Demoter
 from kvtier.errors import SpecMismatch, StoreFailed, TransferFailed
 from kvtier.identity import BlockKeys, KVSpec
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
 from kvtier.plan import Residency, Step, Tier
+from kvtier.planner import recomputed_head
 from kvtier.policies import POLICY
 from kvtier.prefetcher import Prefetcher
 from kvtier.prices import Prices
@@ -109,17 +111,48 @@ class Store(StoreView):
     ) -> None:
         super().__init__(path, spec, config, clock, trace)
         self._priced_samples = 0
+        host_blocks_max = self._host_room()
         self._directory = StoreDirectory(path, fs)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
             try:
-                self._open_tiers(fs, links, device, undo)
+                self._open_tiers(fs, links, device, host_blocks_max, undo)
             except OSError as error:
                 raise StoreFailed(f"{path}: cannot be opened: {error.strerror or error}") from error
             undo.pop_all()
 
+    def _host_room(self) -> int:
+        """Return how many blocks stay in host memory; says so where a setting holds none."""
+        config, slot = self.config, host_slot_bytes(self._layout.block_bytes)
+        blocks = config.host_bytes // slot
+        if not blocks and config.write_policy == "demote":
+            raise ValueError(
+                f"host_bytes: {config.host_bytes} holds no block of this spec, so nothing could be "
+                f"written on demotion: give at least {slot}, or write_policy='through'"
+            )
+        if not blocks and config.host_bytes:
+            log.warning(
+                "%s: host_bytes=%d holds no block of this spec, so none stay in host memory; "
+                "%d would hold one", self.path, config.host_bytes, slot,
+            )  # fmt: skip
+        return blocks
+
+    def _check_ssd_room(self) -> None:
+        """Say so, once, if no block of this spec can ever be held on the SSD."""
+        size = size_class(self._layout.part_bytes)
+        if self.config.ssd_bytes and not self._ssd.fits(size):
+            log.warning(
+                "%s: ssd_bytes=%d holds no block of this spec, so none are written; "
+                "%d would hold one", self.path, self.config.ssd_bytes, self._ssd.limit_for(size),
+            )  # fmt: skip
+
     def _open_tiers(
-        self, fs: FileSystem, links: Mapping[Tier, LinkThrottle], device: str, undo: ExitStack
+        self,
+        fs: FileSystem,
+        links: Mapping[Tier, LinkThrottle],
+        device: str,
+        host_blocks_max: int,
+        undo: ExitStack,
     ) -> None:
         config, block_bytes = self.config, self._layout.block_bytes
         metrics = Metrics()
@@ -132,6 +165,7 @@ class Store(StoreView):
         )
         self._ssd = self._open_ssd(fs, metrics)
         undo.callback(self._ssd.close)
+        self._check_ssd_room()
         # Changes are numbered by the clock: who followed an earlier life of the store is told so.
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
@@ -139,7 +173,6 @@ class Store(StoreView):
             POLICY[config.policy], prices=self._prices(profiler.costs), first_change=time.time_ns()
         )
         catalog.restore(self._ssd.take_entries())
-        host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
         host = HostTier(
             block_bytes,
             host_blocks_max + config.staging_blocks_max,
@@ -148,18 +181,22 @@ class Store(StoreView):
         )
         undo.callback(host.close)
         self._writer = SsdWriter(
-            catalog, self._ssd, self._budget, config, metrics, failed=self._writer_failed
+            catalog, self._ssd, self._budget, config, metrics, failed=self._lane_failed
         )
         self._writeback = Writeback(
             catalog, self._writer, config, metrics,
             host_blocks_max=host_blocks_max, failed=self._fail,
         )  # fmt: skip
+        self._demoter = Demoter(
+            catalog, self._writer, config, host_blocks_max=host_blocks_max, failed=self._lane_failed
+        )
         mover = Mover(
             catalog, host, self._ssd, metrics,
             host_blocks_max=host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
-            forget=self._writer.forget,
+            forget=self._writer.forget, crowded=self._demoter.nudge,
         )  # fmt: skip
         self._writer.start(mover)
+        self._demoter.start(mover)
         self._writeback.start(mover)
         prefetcher = Prefetcher(
             catalog, mover, profiler, metrics, config,
@@ -201,8 +238,9 @@ class Store(StoreView):
             self._priced_samples = costs.compute.samples
             self._catalog.reprice(self._prices(costs))
 
-    def _writer_failed(self, error: BaseException) -> None:
+    def _lane_failed(self, error: BaseException) -> None:
         self._writeback.fail(error)
+        self._demoter.stop()
 
     # -- the verbs that write
 
@@ -234,7 +272,9 @@ class Store(StoreView):
             raise ValueError(f"blocks: {wanted} is not within the prompt's {len(keys)} full blocks")
         self._reprice()
         transfer: Transfer[PutResult] = Transfer()
-        accepted, present, dropped = self._writeback.accept(keys, wanted, self._layout, retention)
+        accepted, present, dropped = self._writeback.accept(
+            keys, wanted, self._layout, retention, recomputed=self._recomputed_head(len(keys))
+        )
         self._metrics.add("put_blocks_present", present)
         self._metrics.add("put_blocks_dropped", dropped)
         if not accepted:
@@ -249,17 +289,38 @@ class Store(StoreView):
             raise
         return transfer
 
+    def _recomputed_head(self, blocks: int) -> int:
+        """Return how many leading blocks of such a prompt are not worth keeping."""
+        if not self.config.tails_only:
+            return 0
+        return recomputed_head(
+            blocks,
+            self.costs,
+            block_tokens=self.spec.block_tokens,
+            block_bytes=self._layout.block_bytes,
+            compute_price=self.compute_price,
+        )
+
     def flush(self, timeout: float | None = None) -> None:
-        """Return when everything accepted so far is durable (or was dropped and counted).
+        """Return when everything accepted so far is durable, or was dropped or declined, counted.
+
+        With ``write_policy="demote"`` that writes what is only in host memory.
 
         Raises ``TransferFailed`` if that takes longer than ``timeout`` (``close_s_max``) seconds.
         """
         self._check_open()
         limit = self.config.close_s_max if timeout is None else timeout
-        left = self._writeback.flush(limit)
+        self._check_settled(self._flush(limit), limit)
+
+    def _check_settled(self, left: int, limit: float) -> None:
         self._check_open()
         if left:
             raise TransferFailed(f"{self.path}: {left} blocks are not durable after {limit:.1f} s")
+
+    def _flush(self, timeout: float) -> int:
+        """Flush puts, then what they left in host memory alone; returns the blocks still open."""
+        deadline = time.monotonic() + timeout
+        return self._writeback.flush(timeout) + self._demoter.flush(deadline - time.monotonic())
 
     def purge(
         self,
@@ -281,8 +342,9 @@ class Store(StoreView):
         self._check_open()
         limit = self.config.slot_wait_s_max if timeout is None else timeout
         purge = Purge.of(namespace, tenant, older_than_s, time.time_ns())
-        self.flush()
         self._prefetcher.let_go()  # what is kept for restores to come is purged too
+        # Puts under way come first; what host memory alone has needs no write to be destroyed.
+        self._check_settled(self._writeback.flush(self.config.close_s_max), self.config.close_s_max)
         result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)
         self._check_open()
         return result
@@ -329,17 +391,18 @@ class Store(StoreView):
 
     def check(self) -> list[str]:
         """Return what is wrong with the store's books, in words; empty if sound."""
-        return [*super().check(), *self._ssd.check()]
+        return [*super().check(), *self._mover.check(), *self._ssd.check()]
 
     def close(self) -> None:
         """Flush within ``close_s_max``, keep what was learned, release everything; idempotent."""
         if not self._begin_close():
             return
         if self._failure is None:
-            left = self._writeback.flush(self.config.close_s_max)
+            left = self._flush(self.config.close_s_max)
             if left:
                 log.warning("%s: closed with %d blocks not written", self.path, left)
         self._prefetcher.close()
+        self._demoter.close()
         self._writeback.close()
         self._cost_book.write(self._profiler, self._directory)
         try:

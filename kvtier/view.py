@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -87,6 +88,7 @@ class StoreView(ABC):
         self._closed = False
         self._close_lock = threading.Lock()
         self._failure: BaseException | None = None
+        self._compute_price = 0.0
 
     def _use(self, parts: Parts) -> None:
         self._catalog = parts.catalog
@@ -132,14 +134,21 @@ class StoreView(ABC):
         resident: int = 0,
         step_blocks_max: int = 1,
         way: planner.Way = "best",
+        compute_price: float | None = None,
+        deadline_s: float | None = None,
     ) -> RestorePlan:
-        """Decide what to recompute and what to load, by this store's costs (``planner.plan``)."""
+        """Decide what to recompute and what to load, by this store's costs (``planner.plan``).
+
+        ``compute_price`` is the store's own unless it is given.
+        """
         return planner.plan(
             residency,
             self.costs,
             resident=resident,
             step_blocks_max=step_blocks_max,
             way=way,
+            compute_price=self._compute_price if compute_price is None else compute_price,
+            deadline_s=deadline_s,
         )
 
     def restore(
@@ -217,6 +226,20 @@ class StoreView(ABC):
         """What recomputing and loading cost, as known now."""
         return self._profiler.costs
 
+    @property
+    def compute_price(self) -> float:
+        """What a second of compute is worth in seconds of waiting; 0 unless the engine sets it.
+
+        The price at which this store plans, and by which ``tails_only`` tells what is recomputed.
+        """
+        return self._compute_price
+
+    @compute_price.setter
+    def compute_price(self, price: float) -> None:
+        if not (price >= 0 and math.isfinite(price)):
+            raise ValueError(f"compute_price: {price!r} is not a number of 0 or more")
+        self._compute_price = float(price)
+
     def stats(self) -> dict[str, Any]:
         """Return counters, histograms, tier usage and costs as plain values."""
         self._check_open()
@@ -228,6 +251,7 @@ class StoreView(ABC):
                     **asdict(self._host.usage()),
                     **self._host.pinning(),
                     "ready": self._catalog.ready(Tier.HOST),
+                    "unsaved": len(self._mover.unsaved()),
                 },
                 "ssd": self._ssd_stats(),
             },

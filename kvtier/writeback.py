@@ -1,6 +1,7 @@
 """Puts: engine -> host on the copy lane, then on to the SSD through its writer.
 
-The copy lane brings a block into a host slot, after which the engine may reuse its memory.
+The copy lane brings a block into a host slot, after which the engine may reuse its memory. Where
+blocks are written on demotion only, that ends the put: the ``Demoter`` has the rest.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from kvtier.catalog import CopyState
 from kvtier.errors import StoreClosed, StoreFailed
 from kvtier.lane import Lane
+from kvtier.mover import Unsaved
 from kvtier.plan import Tier
 from kvtier.retention import Retention
-from kvtier.ssd_writer import PendingWrite, SsdWriter
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.device import read_block
 from kvtier.transfer import PutResult, Transfer
+from kvtier.write_rule import PendingWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from kvtier.layout import BlockLayout
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
+    from kvtier.ssd_writer import SsdWriter
     from kvtier.tiers.base import Location
     from kvtier.tiers.device import KVSlots
 
@@ -46,11 +49,15 @@ class _NoSlot(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PutBlock:
-    """One block of a put: its place in the prompt, its catalog row, and its record."""
+    """One block of a put: its place in the prompt, its catalog row, and its record.
+
+    ``recomputed``: a plan would recompute it rather than load it.
+    """
 
     position: int
     row: int
     record: Record
+    recomputed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +94,7 @@ class Writeback:
         self._catalog = catalog
         self._writer = writer
         self._config = config
+        self._demote = config.write_policy == "demote"
         self._metrics = metrics
         self._host_blocks_max = host_blocks_max
         self._failed = failed
@@ -108,13 +116,19 @@ class Writeback:
     # -- what others call, from any thread
 
     def accept(
-        self, keys: BlockKeys, wanted: range, layout: BlockLayout, retention: Retention | None
+        self,
+        keys: BlockKeys,
+        wanted: range,
+        layout: BlockLayout,
+        retention: Retention | None,
+        *,
+        recomputed: int = 0,
     ) -> tuple[list[PutBlock], int, int]:
         """Enter a put's new blocks as WRITING in host: (blocks, number present, number dropped).
 
         Blocks that are in a tier, or on their way into one, are present; what the queue has no room
-        for is dropped. A present block that an earlier put could not bring to the SSD is written
-        now.
+        for is dropped. A present block that is not on the SSD is written now, or when host memory
+        lets go of it. Of the prompt, a plan recomputes the first ``recomputed`` blocks.
         """
         with self._work:
             room = self._config.write_queue_blocks_max - self._unsettled
@@ -130,10 +144,11 @@ class Writeback:
                     present += 1
                     if retention is not None or self._catalog.expired(row):
                         self._catalog.retain(row, asked.priority, expiry_ns)
-                    if room > len(new) + len(rewritten) and self._only_in_host(row):
+                    free = self._demote or room > len(new) + len(rewritten)
+                    if free and self._only_in_host(row):
                         self._catalog.ask(row)  # what nobody loads, but is computed again
                         rewritten.append((block, row))
-                elif len(new) + len(rewritten) >= room:
+                elif len(new) + (not self._demote) * len(rewritten) >= room:
                     dropped += 1
                 else:
                     new.append(block)
@@ -167,9 +182,13 @@ class Writeback:
 
             part_bytes = layout.part_bytes
             for block, row in rewritten:
-                self._rewrite(row, record(block))
+                if self._demote:
+                    self._mover.unsave(row, Unsaved(record(block), block < recomputed))
+                else:
+                    self._rewrite(row, record(block))
         accepted = [
-            PutBlock(block, row, record(block)) for block, row in zip(new, rows, strict=True)
+            PutBlock(block, row, record(block), block < recomputed)
+            for block, row in zip(new, rows, strict=True)
         ]
         return accepted, present, dropped
 
@@ -206,7 +225,10 @@ class Writeback:
             self._work.notify_all()
 
     def flush(self, timeout: float) -> int:
-        """Wait until everything accepted is durable or dropped; returns the blocks still open."""
+        """Wait until everything accepted is settled; returns the blocks still open.
+
+        Settled is durable or dropped; where blocks are written on demotion, in host or dropped.
+        """
         with self._work:
             self._work.wait_for(
                 lambda: not self._unsettled or self._closing or self._broken, timeout
@@ -273,16 +295,24 @@ class Writeback:
         except Exception as error:  # noqa: BLE001 - the engine's tensors are not ours to trust
             self._mover.free_slot(slot)
             return error
-        self._mover.fill(block.row, block.record.id, slot)
-        self._submit(job, block.row, block.record)
+        unsaved = Unsaved(block.record, block.recomputed) if self._demote else None
+        self._mover.fill(block.row, block.record.id, slot, unsaved)
+        if self._demote:
+            self._mover.unpin_host(block.row)
+            self._settle(job, stored=True)
+        else:
+            self._submit(job, block.row, block.record, recomputed=block.recomputed)
         return None
 
     # -- outcomes, on the writer's lanes
 
-    def _submit(self, job: PutJob | None, row: int, record: Record) -> None:
+    def _submit(
+        self, job: PutJob | None, row: int, record: Record, *, recomputed: bool = False
+    ) -> None:
         with self._work:
             self._writing.add(row)
-        self._writer.submit(PendingWrite(row, record, partial(self._written, job, row)))
+        done = partial(self._written, job, row)
+        self._writer.submit(PendingWrite(row, record, done, recomputed=recomputed))
 
     def _written(self, job: PutJob | None, row: int, where: Location | None) -> None:
         with self._work:

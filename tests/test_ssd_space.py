@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import (
+    HOST_SLOT_BYTES,
     SLOT_BYTES,
     WAIT_S,
     FaultyFileSystem,
@@ -19,6 +20,7 @@ from support import (
     eventually,
     expected,
     faulty_index,
+    filled_slots,
     flip,
     prompt,
     prompt_keys,
@@ -31,7 +33,7 @@ from support import (
 import kvtier
 from kvtier import Tier
 from kvtier.tiers.base import BlockId
-from kvtier.tiers.index import LmdbIndex
+from kvtier.tiers.index import INDEX_COMMIT_BYTES_MAX, LmdbIndex
 
 Open = Any
 
@@ -399,3 +401,83 @@ def test_sizes_on_disk_do_not_depend_on_how_it_got_there(open_store: Open) -> No
     shutil.copytree(store.path, copy)
     assert bring_back(open_store(path=copy, host_bytes=0), prompt_keys(4)).loaded == 4
     assert expected(prompt_keys(4), 0) != expected(prompt_keys(4), 1)
+
+
+# -- blocks that can never fit
+
+
+WIDE = variant(model="test/huge", head_dim=2048)
+WIDE_BYTES = WIDE.block_layout.block_bytes
+
+
+def test_a_block_that_never_fits_evicts_nothing(
+    open_store: Open, store_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block larger than the tier is declined and counted; other models' blocks stay."""
+    budget = tiny_budget(40, per_segment=20)
+    assert budget["ssd_bytes"] < WIDE_BYTES + INDEX_COMMIT_BYTES_MAX + (64 << 10)
+    others = prompt_keys(20)
+    store = open_store(host_bytes=0, **budget)
+    put(store, others)
+    store.close()
+    with caplog.at_level(logging.WARNING):
+        store = open_store(spec=WIDE, host_bytes=0, **budget)
+    (said,) = [line for line in caplog.messages if "ssd_bytes" in line]
+    keys = prompt_keys(2, spec=WIDE)
+    assert put(store, keys) == kvtier.PutResult(0, 0, 2)
+    counters = store.stats()["counters"]
+    assert (counters["ssd_declined_blocks"], counters["evicted_blocks_ssd"]) == (2, 0)
+    store.close()
+    assert open_store(host_bytes=0, **budget).lookup(others).stored == 20
+    assert f"ssd_bytes={budget['ssd_bytes']}" in said
+    least = int(said.split("; ")[1].split()[0])
+
+    def alone(path: str, limit: int) -> kvtier.PutResult:
+        own = {**budget, "ssd_bytes": limit}
+        return put(open_store(path=path, spec=WIDE, host_bytes=0, **own), prompt_keys(1, spec=WIDE))
+
+    # The least value that would do is that of a store with an index like this one.
+    assert alone(store_path + "-ample", least) == kvtier.PutResult(1, 0, 0)
+    assert alone(store_path + "-scarce", least - (96 << 10)) == kvtier.PutResult(0, 0, 1)
+
+
+def test_no_ssd_at_all_is_nothing_to_warn_of(
+    open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ssd_bytes=0 and host_bytes=0 are choices; a size that holds no block is a slip, and said."""
+    with caplog.at_level(logging.WARNING):
+        open_store(host_bytes=0, ssd_bytes=0).close()
+        assert "_bytes" not in caplog.text
+        open_store(host_bytes=HOST_SLOT_BYTES - 1)
+    assert f"host_bytes={HOST_SLOT_BYTES - 1}" in caplog.text
+    assert f"{HOST_SLOT_BYTES} would hold one" in caplog.text
+
+
+def test_a_block_put_while_its_old_copy_goes_is_written(open_store: Open) -> None:
+    """A put that meets the eviction of the same block waits for its end, and is durable then."""
+    store = open_store(host_bytes="1MiB", **tiny_budget(24, per_segment=6))
+    keys = prompt_keys(4)
+    put(store, keys)
+    store.flush()
+    catalog = store._catalog
+    rows = [catalog.find(BlockId(keys.namespace, digest)) for digest in keys.hashes]
+    places = [catalog.location(row, Tier.SSD) for row in rows]
+    # What a commit does that takes victims along, stopped in the middle.
+    assert catalog.take_out(rows, Tier.SSD) == rows
+    assert put_begun(store, keys) == kvtier.PutResult(0, 4, 0)
+    store._mover.purge_host(lambda: rows)
+    waiting = store.put(keys, filled_slots(keys))
+    eventually(lambda: len(store._writeback._writing) == 4)
+    store._ssd.drop([catalog.id(row) for row in rows], places)
+    for row in rows:
+        catalog.end(row, Tier.SSD, "evicted")
+    assert waiting.result(WAIT_S).stored == 4
+    store.flush()
+    assert store._catalog.ready(Tier.SSD) == 4
+    store.close()
+    assert bring_back(open_store(host_bytes=0), keys).loaded == 4
+
+
+def put_begun(store: kvtier.Store, keys: kvtier.BlockKeys) -> kvtier.PutResult:
+    """Put blocks that are present: nothing is written, nothing waits."""
+    return store.put(keys, filled_slots(keys)).result(WAIT_S)

@@ -221,6 +221,12 @@ class Slabs:
             files = max(self._segments_max - len(self._segments), 0)
             return free + inside + min(more, files * per_segment)
 
+    def limit_for(self, size: int) -> int:
+        """Return the least limit under which a slot of this size fits once all others are gone."""
+        with self._lock:
+            rest = self._index_bytes() + OTHER_BYTES + INDEX_COMMIT_BYTES_MAX
+            return rest + SEGMENT_METADATA_BYTES + size
+
     # -- slots
 
     def settle(self, live: Entries) -> None:

@@ -77,10 +77,10 @@ class SsdTier:
         self._count_failure = failed
         self._index = index
         self._key = integrity_key
-        found, unused_bytes = find_segments(segments, fs)
+        found, self._unused_bytes = find_segments(segments, fs)
         self._slabs = Slabs(
             found,
-            limit_bytes=limit_bytes - unused_bytes,
+            limit_bytes=limit_bytes - self._unused_bytes,
             segment_bytes_max=segment_bytes_max,
             segments_max=segments_max,
             index_bytes=index.disk_bytes,
@@ -121,6 +121,14 @@ class SsdTier:
     def room(self, size: int) -> int:
         """Return how many records of this slot size can be written before something must go."""
         return self._slabs.room(size)
+
+    def limit_for(self, size: int) -> int:
+        """Return the least ``limit_bytes`` with which one record of this slot size can be held."""
+        return self._slabs.limit_for(size) + self._unused_bytes
+
+    def fits(self, size: int) -> bool:
+        """Whether a record of this slot size can be held, whatever must go for it."""
+        return self._slabs.limit_for(size) <= self._slabs.limit_bytes
 
     def over_limit(self) -> bool:
         """Whether the next index commit might exceed the limit: the index has grown."""
