@@ -233,7 +233,9 @@ class RestoreSession:
             raise ValueError("the session's scope was not entered: use 'with store.restore(...)'")
         if self._step is not None:
             raise ValueError(f"{self._step} is out; say computed() first")
-        if not self._state.idle and not self._state.finished:
+        # Whoever polls may have asked before: an answer that came since then waits in the state.
+        asked = self._state.idle or self._state.step is not None
+        if not asked and not self._state.finished:
             self._post(Asked(self._clock()))
 
     def _woke(self) -> bool:

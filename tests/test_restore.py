@@ -397,6 +397,27 @@ def test_poll_hands_out_steps(open_store: Open) -> None:
     assert seen == [0, 1, 2]
 
 
+def test_a_step_that_comes_between_two_polls(
+    ssd: kvtier.Store, fs: FaultyFileSystem, keys: kvtier.BlockKeys
+) -> None:
+    """A load that fails after PENDING is the next poll's step; asking again is not an error."""
+    gate = fs.hold("read", name=".seg")
+    fs.fail("read", name=".seg")
+    slots = poisoned_slots(6)
+    with ssd.restore(load_plan(ssd, keys), into=slots) as session:
+        gate.wait_reached()
+        assert session.poll_step() == PENDING
+        gate.open()
+        with session._changed:
+            assert session._changed.wait_for(lambda: session._state.step is not None, WAIT_S)
+        step = session.poll_step()
+        assert isinstance(step, Step)
+        fill_slots(slots, keys, step.blocks)
+        session.computed(step)
+        finish(session, slots, keys)
+    assert all_right(slots, keys)
+
+
 # -- leaving early
 
 
