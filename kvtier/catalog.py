@@ -7,6 +7,7 @@ ever shown. A pinned copy is not evicted.
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from contextlib import contextmanager
@@ -316,8 +317,10 @@ class Catalog:
     ) -> Iterator[list[bool]]:
         """Pin each block in its tier, or else in the other one, for the length of a scope.
 
-        Yields which ones were READY at all; one whose tier is None is left alone.
+        Yields which ones were READY at all; one whose tier is None is left alone. In a forked
+        child, whose copy of the lock may be held for ever, the scope ends without the catalog.
         """
+        owner = os.getpid()
         held: list[tuple[int, Tier]] = []
         kept: list[bool] = []
         with self.changed:
@@ -332,10 +335,11 @@ class Catalog:
         try:
             yield kept
         finally:
-            with self.changed:
-                for row, tier in held:
-                    self._unpin(row, tier)
-                self.changed.notify_all()
+            if os.getpid() == owner:
+                with self.changed:
+                    for row, tier in held:
+                        self._unpin(row, tier)
+                    self.changed.notify_all()
 
     def pins(self, tier: Tier | None = None) -> int:
         """Return the number of pins held in ``tier``, or in all."""

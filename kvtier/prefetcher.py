@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,7 @@ from aiofiles.os import wrap
 
 from kvtier.catalog import CopyState
 from kvtier.errors import StoreClosed, TransferFailed
+from kvtier.lane import carried
 from kvtier.plan import Tier
 from kvtier.tiers.base import BlockId, ReadResult
 from kvtier.tiers.device import write_block
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadTicket", "Prefetcher"]
 
+log = logging.getLogger(__name__)
+
 JOIN_S_MAX: Final = 30.0
 """How long ``close`` waits for reads and copies that have begun."""
+GIVE_UP_S_MAX: Final = 5.0
+"""How long those who wait for what did not end by then may take to hear of it."""
 
 HOP_BYTES: Final = 4 << 20
 """What one hop to a read lane brings: a prefetch of small blocks takes several at once."""
@@ -111,18 +117,30 @@ class Prefetcher:
         threads = THREADS_PER_READ * loads_inflight_max
         self._read_lane = lane(threads, thread_name_prefix="kvtier-read")
         self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
-        self._load_run = wrap(self._load_all)
-        self._write_block = wrap(write_block)
+        self._load_run = wrap(carried(self._load_all))
+        self._write_block = wrap(carried(write_block))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = threading.Lock()
         self._closing = False
+        self._stopped = False
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._unhandled)
         self._thread = threading.Thread(target=self._run, name="kvtier-loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._stopped:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # noqa: BLE001 - what is no Exception ends a loop
+                self._failed(error)
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Let the next call see what a callback of the loop raised."""
+        loop.default_exception_handler(context)
+        if context.get("exception") is not None:
+            self._failed(context["exception"])
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Start work on the loop; False if it is closing."""
@@ -157,26 +175,42 @@ class Prefetcher:
         return transfer
 
     def close(self) -> None:
-        """Let what has begun end, stop the loop and the lanes; idempotent."""
+        """Let what has begun end, stop the loop and the lanes; idempotent.
+
+        What has not ended after ``JOIN_S_MAX`` is given up, and whoever waits for it is told.
+        """
         with self._gate:
             if self._closing:
                 return
             self._closing = True
         drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         try:
-            drained.result(JOIN_S_MAX)
+            ended = drained.result(JOIN_S_MAX + GIVE_UP_S_MAX)
         except TimeoutError:
-            drained.cancel()
-        self._read_lane.shutdown(wait=True, cancel_futures=True)
-        self._copy_lane.shutdown(wait=True, cancel_futures=True)
+            ended = False
+        if not ended:
+            log.warning("closed with loads under way that do not end")
+        for lane in (self._read_lane, self._copy_lane):
+            # A read that hangs must not hang the one who closes.
+            lane.shutdown(wait=ended, cancel_futures=True)
+        self._stopped = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S_MAX)
-        self._loop.close()
+        if not self._thread.is_alive():
+            self._loop.close()
 
-    async def _drain(self) -> None:
-        mine = asyncio.current_task()
-        while waiting := asyncio.all_tasks() - {mine}:
-            await asyncio.wait(waiting)
+    async def _drain(self) -> bool:
+        """Wait for all tasks, and cancel those that take too long; whether all ended."""
+        deadline = self._loop.time() + JOIN_S_MAX
+        while waiting := asyncio.all_tasks() - {asyncio.current_task()}:
+            left = deadline - self._loop.time()
+            if left <= 0:
+                for task in waiting:
+                    task.cancel("the store was closed")
+                await asyncio.wait(waiting, timeout=GIVE_UP_S_MAX)
+                return False
+            await asyncio.wait(waiting, timeout=left)
+        return True
 
     # -- on the loop
 
@@ -197,6 +231,10 @@ class Prefetcher:
             if error is None:
                 self._metrics.add(f"loaded_blocks_{source}")
                 self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
+        except asyncio.CancelledError:
+            # Given up by close: no answer for a copy that has begun, since it may still write.
+            error, claimed = TransferFailed("the store was closed"), False
+            raise
         except BaseException as failure:
             error = failure
             self._failed(failure)  # before the ticket is answered: the next call must see it
@@ -331,8 +369,8 @@ class Prefetcher:
 
     async def _read(self, reads: Sequence[_Read]) -> None:
         link, submitted = self._links.get(Tier.SSD), self._loop.time()
-        arrival = link.reserve(submitted, len(reads) * self._block_bytes) if link else 0.0
         try:
+            arrival = link.reserve(submitted, len(reads) * self._block_bytes) if link else 0.0
             results = await self._load_run(reads, arrival, executor=self._read_lane)
             await self._until(arrival)
             loaded = results.count(ReadResult.OK)

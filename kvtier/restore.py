@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from kvtier.errors import StoreFailed, TransferFailed
+from kvtier.errors import StoreClosed, StoreFailed, TransferFailed
 from kvtier.events import (
     Action,
     Asked,
@@ -79,7 +81,8 @@ class RestoreSession:
                 session.computed(step)
 
     One thread drives a session. Leaving the scope early cancels, and returns when nothing writes
-    into the slots any more.
+    into the slots any more. In a forked child a session raises ``StoreClosed``, and its scope ends
+    at once.
     """
 
     def __init__(
@@ -106,13 +109,17 @@ class RestoreSession:
         self._clock = clock
         self._check_open = check_open
         self._now_ns = now_ns
+        self._owner = os.getpid()
         self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._posting = False
         self._scope = ExitStack()
         self._state = begin(plan, profiler.costs, loads_inflight_max=loads_inflight_max)
         self._tickets: dict[int, LoadTicket] = {}
         self._step: Step | None = None
         self._loading_at_step = False
         self._handed_out = 0.0
+        self._copies_until = 0.0  # when copies that were under way at the timeout must have ended
         self._error: BaseException | None = None
         self._started = 0.0
         self._finished: float | None = None
@@ -147,6 +154,8 @@ class RestoreSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if os.getpid() != self._owner:
+            return
         try:
             with self._changed:
                 if not self._state.finished:
@@ -165,6 +174,7 @@ class RestoreSession:
         handed out for recompute; a block is handed out only once no load can still write to it.
         Raises what the engine's slots raised, or ``StoreFailed`` if a copy into them never ends.
         """
+        self._check_owner()
         deadline = self._clock() + timeout
         with self._changed:
             self._ask()
@@ -174,19 +184,21 @@ class RestoreSession:
                     return answer
                 if self._woke():
                     continue
-                now = self._clock()
-                left, wake_at = deadline - now, self._state.wake_at
+                now, expired = self._clock(), self._state.expired
+                until = max(deadline, self._copies_until) if expired else deadline
+                left, wake_at = until - now, self._state.wake_at
                 if left > 0:
                     self._changed.wait(left if wake_at is None else min(left, wake_at - now))
-                elif not self._state.expired:
+                elif not expired:
                     log.warning("restore: %.1f s passed; the rest is recomputed", timeout)
-                    self._post(Expired(self._clock()))
-                    deadline = self._clock() + COPY_S_MAX
+                    self._copies_until = now + COPY_S_MAX
+                    self._post(Expired(now))
                 else:
                     raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
 
     def poll_step(self) -> Step | Pending | None:
         """Like ``next_step``, but never waits: a step, ``PENDING``, or None."""
+        self._check_owner()
         with self._changed:
             self._ask()
             self._woke()
@@ -197,6 +209,7 @@ class RestoreSession:
 
         ``seconds`` overrides the time since the step was handed out (say, a CUDA event's).
         """
+        self._check_owner()
         with self._changed:
             if step != self._step:
                 raise ValueError(f"{step} is not the step that is out ({self._step})")
@@ -211,6 +224,7 @@ class RestoreSession:
     @property
     def report(self) -> RestoreReport:
         """What was done so far."""
+        self._check_owner()
         with self._changed:
             return RestoreReport(
                 loaded=self._loaded,
@@ -225,6 +239,10 @@ class RestoreSession:
         # Only an undisturbed restore says something about the prediction.
         if self._finished is not None and not self._failures and not self._state.expired:
             self._profiler.restored(self.plan.predicted.planned, self._finished - self._started)
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise StoreClosed("this is a forked child; the restore is its parent's")
 
     # -- inside; everything below holds the condition's lock
 
@@ -259,7 +277,23 @@ class RestoreSession:
         return PENDING
 
     def _post(self, event: Event) -> None:
-        """Advance the machine, then do what it says."""
+        """Advance the machine and do what it says, and so on with whatever that brings at once.
+
+        A store that is closing refuses every load as it is started, and each refusal starts the
+        next: one after the other, not one within the other.
+        """
+        self._events.append(event)
+        if self._posting:
+            return
+        self._posting = True
+        try:
+            while self._events:
+                self._take(self._events.popleft())
+        finally:
+            self._posting = False
+        self._changed.notify_all()
+
+    def _take(self, event: Event) -> None:
         costs = self._profiler.costs
         if costs != self._state.costs and not isinstance(event, Recosted):
             self._state, actions = advance(self._state, Recosted(costs, event.now))
@@ -268,7 +302,6 @@ class RestoreSession:
         if self._state.finished and self._finished is None:
             self._finished = event.now
         self._perform(actions)
-        self._changed.notify_all()
 
     def _perform(self, actions: tuple[Action, ...]) -> None:
         for action in actions:

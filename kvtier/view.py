@@ -69,7 +69,7 @@ class StoreView(ABC):
         self._clock = clock
         self._pid = os.getpid()
         self._closed = False
-        self._close_lock = threading.Lock()
+        self._closer = threading.Lock()
         self._failure: BaseException | None = None
 
     def _use(self, parts: Parts) -> None:
@@ -177,6 +177,7 @@ class StoreView(ABC):
     @property
     def costs(self) -> CostModel:
         """What recomputing and loading cost, as known now."""
+        self._check_owner()
         return self._profiler.costs
 
     def stats(self) -> dict[str, Any]:
@@ -223,15 +224,18 @@ class StoreView(ABC):
 
     def _begin_close(self) -> bool:
         """Whether the caller is the one who closes: once, and never in a forked child."""
-        with self._close_lock:
-            if self._closed or os.getpid() != self._pid:
-                return False
-            self._closed = True
-            return True
+        # Claimed and never given back: a signal handler may come at any point of this.
+        if os.getpid() != self._pid or not self._closer.acquire(blocking=False):
+            return False
+        self._closed = True
+        return True
 
-    def _check_open(self) -> None:
+    def _check_owner(self) -> None:
         if os.getpid() != self._pid:
             raise StoreClosed(f"{self.path}: this is a forked child; open a store of its own")
+
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise StoreClosed(f"{self.path}: the store is closed")
         if self._failure is not None:

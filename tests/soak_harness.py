@@ -66,12 +66,15 @@ WARM_UP: Final = 1 / 3
 GROWTH_MAX: Final = {"rss_mib": 8.0, "index_rss_mib": 8.0, "descriptors": 1.0, "threads": 1.0}
 """By how much the trend of what is sampled may rise over all samples after the warm-up."""
 LIVES: Final[tuple[dict[str, Any], ...]] = (
-    {"host_bytes": 0, **tiny_budget(30)},
-    {"host_bytes": 6 * HOST_SLOT_BYTES, **tiny_budget(30)},
-    {"host_bytes": 24 * HOST_SLOT_BYTES, **tiny_budget(50)},
-    {"host_bytes": 6 * HOST_SLOT_BYTES, **tiny_budget(30), "rate": 8e6},
+    {"host_bytes": 0, "blocks": 30},
+    {"host_bytes": 6 * HOST_SLOT_BYTES, "blocks": 30},
+    {"host_bytes": 24 * HOST_SLOT_BYTES, "blocks": 60},
+    {"host_bytes": 6 * HOST_SLOT_BYTES, "blocks": 30, "rate": 8e6},
 )
-"""What a store is opened with; ``rate`` is that of a throttled link, in bytes a second."""
+"""What a store is opened with: room for so many ``blocks`` on the SSD, and ``rate`` if its link is
+throttled, in bytes a second."""
+INDEX_BYTES: Final = 1 << 20
+"""Room for an index that has lived: the last 4,096 changes take most of it."""
 WEATHER: Final[dict[str, tuple[str, int | BaseException]]] = {
     "reads fail": ("read", errno.EIO),
     "writes fail": ("write", errno.EIO),
@@ -144,6 +147,8 @@ class Soak:
     def _live(self, number: int, chance: random.Random) -> int:
         """Open the store, go through some rounds and close it; returns the next round's number."""
         settings = dict(chance.choice(LIVES))
+        settings |= tiny_budget(settings.pop("blocks"))
+        settings["ssd_bytes"] += INDEX_BYTES
         rate = settings.pop("rate", None)
         links = {"ssd": LinkThrottle(rate), "host": LinkThrottle(10 * rate)} if rate else None
         fs = FaultyFileSystem()
