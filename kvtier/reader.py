@@ -21,7 +21,7 @@ from kvtier.tiers.directory import ReadDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndexReader
-from kvtier.view import Parts, StoreView
+from kvtier.view import Parts, StoreView, weakly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,7 +109,7 @@ class StoreReader(StoreView):
         followed = (index or _lmdb)(self._directory.index_path)
         undo.callback(followed.close)
         self._follower = Follower(
-            followed, catalog, self._namespace, clock=self._clock, failed=self._fail
+            followed, catalog, self._namespace, clock=self._clock, failed=weakly(self._fail)
         )
         self._follower.look()
         self._ssd = FollowedReads(
@@ -128,7 +128,7 @@ class StoreReader(StoreView):
         prefetcher = Prefetcher(
             catalog, mover, profiler, metrics,
             block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
-            failed=self._fail,
+            failed=weakly(self._fail),
         )  # fmt: skip
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)

@@ -29,7 +29,7 @@ from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
-from kvtier.view import Parts, StoreView
+from kvtier.view import Parts, StoreView, weakly
 from kvtier.writeback import PutJob, Writeback
 
 if TYPE_CHECKING:
@@ -131,11 +131,11 @@ class Store(StoreView):
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
         self._writer = SsdWriter(
-            catalog, self._ssd, self._budget, config, metrics, failed=self._writer_failed
+            catalog, self._ssd, self._budget, config, metrics, failed=weakly(self._writer_failed)
         )
         self._writeback = Writeback(
             catalog, self._writer, config, metrics,
-            host_blocks_max=host_blocks_max, failed=self._fail,
+            host_blocks_max=host_blocks_max, failed=weakly(self._fail),
         )  # fmt: skip
         mover = Mover(
             catalog, host, self._ssd, metrics,
@@ -147,7 +147,7 @@ class Store(StoreView):
         prefetcher = Prefetcher(
             catalog, mover, profiler, metrics,
             block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
-            failed=self._fail,
+            failed=weakly(self._fail),
         )  # fmt: skip
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)

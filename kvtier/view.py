@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from kvtier.tokens import TokenIds
     from kvtier.transfer import Transfer
 
-__all__ = ["Parts", "StoreView"]
+__all__ = ["Parts", "StoreView", "weakly"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,11 @@ class Parts:
 class StoreView(ABC):
     """An open store seen by somebody who looks up, plans and restores; thread-safe.
 
-    Whoever derives from it makes the ``Parts``, and closes them.
+    Whoever derives from it makes the ``Parts``, and closes them. Lanes never keep it alive: one
+    that nobody holds any more is closed, with a ``ResourceWarning``.
     """
+
+    _closed = True  # until there is something to close
 
     def __init__(
         self, path: str, spec: KVSpec, config: StoreConfig, clock: Callable[[], float]
@@ -68,7 +74,6 @@ class StoreView(ABC):
         self._namespace = spec.namespace
         self._clock = clock
         self._pid = os.getpid()
-        self._closed = False
         self._closer = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -81,6 +86,7 @@ class StoreView(ABC):
         self._cost_book = parts.cost_book
         self._metrics = parts.metrics
         self._host_blocks_max = parts.host_blocks_max
+        self._closed = False
 
     # -- the verbs
 
@@ -220,6 +226,15 @@ class StoreView(ABC):
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        if not sys.is_finalizing():
+            # This may be any thread, a lane's among them, and closing waits for lanes.
+            threading.Thread(target=self.close, name="kvtier-close").start()
+        message = f"{self.path}: the store was not closed"
+        warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
+
     # -- inside
 
     def _begin_close(self) -> bool:
@@ -246,3 +261,17 @@ class StoreView(ABC):
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+
+
+def weakly(
+    method: Callable[[BaseException], None],
+) -> Callable[[BaseException], None]:
+    """Return ``method`` as a callback that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(error: BaseException) -> None:
+        found = reference()
+        if found is not None:
+            found(error)
+
+    return call
