@@ -37,7 +37,7 @@ class Metrics:
     """Monotonic counters of one store, shared by its threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self._counts: dict[str, int] = dict.fromkeys(sorted(COUNTERS), 0)
 
     def add(self, name: str, amount: int = 1) -> None:

@@ -120,9 +120,9 @@ class Prefetcher:
         self._load_run = wrap(carried(self._load_all))
         self._write_block = wrap(carried(write_block))
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._gate = threading.Lock()
+        self._gate = threading.RLock()  # re-entrant: a signal handler may close the store
         self._closing = False
-        self._stopped = False
+        self._stopped = self._drained = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._unhandled)
         self._thread = threading.Thread(target=self._run, name="kvtier-loop", daemon=True)
@@ -135,6 +135,8 @@ class Prefetcher:
                 self._loop.run_forever()
             except BaseException as error:  # noqa: BLE001 - what is no Exception ends a loop
                 self._failed(error)
+        self._drained = self._loop.run_until_complete(self._drain())
+        self._loop.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Let the next call see what a callback of the loop raised."""
@@ -183,21 +185,14 @@ class Prefetcher:
             if self._closing:
                 return
             self._closing = True
-        drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-        try:
-            ended = drained.result(JOIN_S_MAX + GIVE_UP_S_MAX)
-        except TimeoutError:
-            ended = False
-        if not ended:
+        self._stopped = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_S_MAX + GIVE_UP_S_MAX)
+        if not self._drained:
             log.warning("closed with loads under way that do not end")
         for lane in (self._read_lane, self._copy_lane):
             # A read that hangs must not hang the one who closes.
-            lane.shutdown(wait=ended, cancel_futures=True)
-        self._stopped = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(JOIN_S_MAX)
-        if not self._thread.is_alive():
-            self._loop.close()
+            lane.shutdown(wait=self._drained, cancel_futures=True)
 
     async def _drain(self) -> bool:
         """Wait for all tasks, and cancel those that take too long; whether all ended."""

@@ -173,6 +173,7 @@ class SsdWriter:
             left = [*self._writes, *(write for write, _ in self._commits)]
             self._writes.clear()
             self._commits.clear()
+            self._work.notify_all()  # a commit lane that waited for a write that hangs
         for write in left:
             write.done(None)
         self._refuse_purges(StoreClosed("the store was closed"))

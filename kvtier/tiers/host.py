@@ -14,6 +14,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from kvtier.errors import StoreClosed
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class HostTier:
         self._limit_bytes = limit_bytes
         self._map = _arena(max(slots, 1) * self._slot_bytes)
         self._view = memoryview(self._map)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self._free = list(range(slots - 1, -1, -1))
         self._ids: dict[int, BlockId | None] = {}
         self._closed = False
@@ -66,6 +67,8 @@ class HostTier:
     def buffer(self, slot: int) -> memoryview:
         """Return the payload bytes of a slot that is taken."""
         with self._lock:
+            if self._closed:
+                raise StoreClosed("the store was closed, and its host memory given back")
             if slot not in self._ids:
                 raise ValueError(f"host slot {slot} is not taken")
         start = slot * self._slot_bytes
