@@ -8,6 +8,7 @@ READY copies, and those that a put has announced.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -410,8 +411,10 @@ class Catalog:
     ) -> Iterator[list[bool]]:
         """Pin each block in its tier, or else in the other one, for the length of a scope.
 
-        Yields which ones were READY at all; one whose tier is None is left alone.
+        Yields which ones were READY at all; one whose tier is None is left alone. In a forked
+        child, whose copy of the lock may be held for ever, the scope ends without the catalog.
         """
+        owner = os.getpid()
         held: list[tuple[int, Tier]] = []
         kept: list[bool] = []
         with self.changed:
@@ -427,10 +430,11 @@ class Catalog:
         try:
             yield kept
         finally:
-            with self.changed:
-                for row, tier in held:
-                    self._columns.unpin(row, tier)
-                self.changed.notify_all()
+            if os.getpid() == owner:
+                with self.changed:
+                    for row, tier in held:
+                        self._columns.unpin(row, tier)
+                    self.changed.notify_all()
 
     def pins(self, tier: Tier | None = None) -> int:
         """Return the number of pins held in ``tier``, or in all."""

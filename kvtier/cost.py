@@ -224,7 +224,7 @@ class Profiler:
     """Learns a ``CostModel`` from what was observed; thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self._interference = 0.0
         self._accuracy = Accuracy()
         self._fit = _Fit()

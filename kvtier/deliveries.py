@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiofiles.os import wrap
 
+from kvtier.lane import carried
 from kvtier.layerwise import LayerTail
 from kvtier.plan import Tier
 from kvtier.tiers.device import write_block
@@ -68,8 +69,8 @@ class Deliveries:
         self._lane = concurrent.futures.ThreadPoolExecutor(
             copies_inflight_max, thread_name_prefix="kvtier-load"
         )
-        self._write_block = wrap(write_block)
-        self._copy_layer = wrap(LayerTail.copy)
+        self._write_block = wrap(carried(write_block))
+        self._copy_layer = wrap(carried(LayerTail.copy))
 
     def start(self, ticket: LoadTicket, row: int, source: Tier, read: int = 0) -> None:
         """Start the copy of a host copy that was pinned for it; ``source`` is where it was.

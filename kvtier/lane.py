@@ -1,17 +1,20 @@
-"""A thread that repeats one step until the step says that it is done."""
+"""Work on background threads: steps until the last one, and hops of a loop's tasks."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "carried"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 JOIN_S_MAX: Final = 30.0
 """How long ``join`` waits for a lane that is inside a copy or a disk operation."""
@@ -42,3 +45,21 @@ class Lane:
         except BaseException as error:
             log.exception("a background lane failed")
             self._failed(error)
+
+
+def carried(hop: Callable[..., T]) -> Callable[..., T]:
+    """Let whatever ``hop`` raises reach who awaits it.
+
+    asyncio cannot carry a StopIteration, and a loop whose task raises a SystemExit ends.
+    """
+
+    @functools.wraps(hop)
+    def carry(*args: Any) -> T:
+        try:
+            return hop(*args)
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            raise RuntimeError(f"{error!r} in a background lane") from error
+
+    return carry

@@ -28,8 +28,8 @@ class LoopThread:
         self._loop.set_exception_handler(self._raised)
         self._ending = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._gate = threading.Lock()
-        self._closing = False
+        self._gate = threading.RLock()  # re-entrant: a signal handler may close the store
+        self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
@@ -39,7 +39,11 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._stopped:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # noqa: BLE001 - what is no Exception ends a loop
+                self._failed(error)
 
     # -- from any thread
 
@@ -74,6 +78,7 @@ class LoopThread:
         except TimeoutError:
             drained.cancel()
             return False
+        self._stopped = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S_MAX)
         self._loop.close()

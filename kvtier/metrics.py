@@ -56,7 +56,7 @@ class Metrics:
     """Monotonic counters and histograms of one store, shared by its threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self._counts: dict[str, int] = dict.fromkeys(sorted(COUNTERS), 0)
         self._buckets = {name: [0] * (len(bounds) + 1) for name, bounds in HISTOGRAMS.items()}
         self._sums = dict.fromkeys(HISTOGRAMS, 0.0)

@@ -19,6 +19,7 @@ from aiofiles.os import wrap
 from kvtier.catalog import CopyState
 from kvtier.deliveries import Deliveries, LinkRates
 from kvtier.errors import StoreClosed, TransferFailed
+from kvtier.lane import carried
 from kvtier.loop import LoopThread
 from kvtier.plan import Tier
 from kvtier.promotions import Promotion, Promotions
@@ -109,7 +110,7 @@ class Prefetcher:
         self._read_lane = lane(
             THREADS_PER_READ * config.loads_inflight_max, thread_name_prefix="kvtier-read"
         )
-        self._load_run = wrap(self._load_all)
+        self._load_run = wrap(carried(self._load_all))
         self._loop = loop or LoopThread("loop")
         self._rates = LinkRates(profiler, block_bytes)
         self._deliveries = Deliveries(

@@ -22,7 +22,7 @@ from kvtier.tiers.directory import ReadDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndexReader
-from kvtier.view import Parts, StoreView
+from kvtier.view import Parts, StoreView, weakly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -114,7 +114,7 @@ class StoreReader(StoreView):
         followed = (index or _lmdb)(self._directory.index_path)
         undo.callback(followed.close)
         self._follower = Follower(
-            followed, catalog, self._namespace, clock=self._clock, failed=self._fail
+            followed, catalog, self._namespace, clock=self._clock, failed=weakly(self._fail)
         )
         self._follower.look()
         self._ssd = FollowedReads(
@@ -138,7 +138,7 @@ class StoreReader(StoreView):
         prefetcher = Prefetcher(
             catalog, mover, profiler, metrics, config,
             block_bytes=block_bytes, host_blocks_max=host_blocks_max, links=links,
-            failed=self._fail, trace=self._trace,
+            failed=weakly(self._fail), trace=self._trace,
         )  # fmt: skip
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)

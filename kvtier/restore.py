@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from kvtier.errors import StoreFailed, TransferFailed
+from kvtier.errors import StoreClosed, StoreFailed, TransferFailed
 from kvtier.events import (
     Action,
     Asked,
@@ -81,7 +83,8 @@ class RestoreSession:
                 session.computed(step)
 
     One thread drives a session. Leaving the scope early cancels, and returns when nothing writes
-    into the slots any more.
+    into the slots any more. In a forked child a session raises ``StoreClosed``, and its scope ends
+    at once.
 
     A ``layerwise`` session says that all is in place when only layers of blocks from host memory
     are missing; the engine calls ``wait_layer`` before it uses each layer.
@@ -119,13 +122,17 @@ class RestoreSession:
         self._number = 0 if trace is None else trace.session()
         self._arrived: dict[int, int] = {}  # the event of each loaded block that no step built on
         self._waiting_since: float | None = None
+        self._owner = os.getpid()
         self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._posting = False
         self._scope = ExitStack()
         self._state = begin(plan, profiler.costs, loads_inflight_max=loads_inflight_max)
         self._tickets: dict[int, LoadTicket] = {}
         self._step: Step | None = None
         self._loading_at_step = False
         self._handed_out = 0.0
+        self._copies_until = 0.0  # when copies that were under way at the timeout must have ended
         self._error: BaseException | None = None
         self._started = 0.0
         self._finished: float | None = None
@@ -163,6 +170,8 @@ class RestoreSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if os.getpid() != self._owner:
+            return
         try:
             with self._changed:
                 finished = self._state.finished
@@ -183,9 +192,9 @@ class RestoreSession:
         handed out for recompute; a block is handed out only once no load can still write to it.
         Raises what the engine's slots raised, or ``StoreFailed`` if a copy into them never ends.
         """
+        self._check_owner()
+        deadline = self._clock() + timeout
         with self._changed:
-            # Once the time is up, only a copy that has begun is waited for, as long as that takes.
-            deadline = self._clock() + (COPY_S_MAX if self._state.expired else timeout)
             self._ask()
             while True:
                 answer = self._answer()
@@ -193,19 +202,21 @@ class RestoreSession:
                     return answer
                 if self._woke():
                     continue
-                now = self._clock()
-                left, wake_at = deadline - now, self._state.wake_at
+                now, expired = self._clock(), self._state.expired
+                until = max(deadline, self._copies_until) if expired else deadline
+                left, wake_at = until - now, self._state.wake_at
                 if left > 0:
                     self._changed.wait(left if wake_at is None else min(left, wake_at - now))
-                elif not self._state.expired:
+                elif not expired:
                     log.warning("restore: %.1f s passed; the rest is recomputed", timeout)
-                    self._post(Expired(self._clock()))
-                    deadline = self._clock() + COPY_S_MAX
+                    self._copies_until = now + COPY_S_MAX
+                    self._post(Expired(now))
                 else:
                     raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
 
     def poll_step(self) -> Step | Pending | None:
         """Like ``next_step``, but never waits: a step, ``PENDING``, or None."""
+        self._check_owner()
         with self._changed:
             self._ask()
             self._woke()
@@ -227,6 +238,7 @@ class RestoreSession:
 
         ``seconds`` overrides the time since the step was handed out (say, a CUDA event's).
         """
+        self._check_owner()
         with self._changed:
             if step != self._step:
                 raise ValueError(f"{step} is not the step that is out ({self._step})")
@@ -244,6 +256,7 @@ class RestoreSession:
     @property
     def report(self) -> RestoreReport:
         """What was done so far."""
+        self._check_owner()
         with self._changed:
             return RestoreReport(
                 loaded=self._loaded,
@@ -264,6 +277,10 @@ class RestoreSession:
             if predicted_s > 0:
                 self._metrics.observe("restore_predicted_ratio", measured_s / predicted_s)
 
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise StoreClosed("this is a forked child; the restore is its parent's")
+
     # -- inside; everything below holds the condition's lock
 
     def _ask(self) -> None:
@@ -271,7 +288,9 @@ class RestoreSession:
             raise ValueError("the session's scope was not entered: use 'with store.restore(...)'")
         if self._step is not None:
             raise ValueError(f"{self._step} is out; say computed() first")
-        if not self._state.idle and not self._state.finished:
+        # Whoever polls may have asked before: an answer that came since then waits in the state.
+        asked = self._state.idle or self._state.step is not None
+        if not asked and not self._state.finished:
             self._post(Asked(self._clock()))
 
     def _woke(self) -> bool:
@@ -314,7 +333,23 @@ class RestoreSession:
             )  # fmt: skip
 
     def _post(self, event: Event) -> None:
-        """Advance the machine, then do what it says."""
+        """Advance the machine and do what it says, and so on with whatever that brings at once.
+
+        A store that is closing refuses every load as it is started, and each refusal starts the
+        next: one after the other, not one within the other.
+        """
+        self._events.append(event)
+        if self._posting:
+            return
+        self._posting = True
+        try:
+            while self._events:
+                self._take(self._events.popleft())
+        finally:
+            self._posting = False
+        self._changed.notify_all()
+
+    def _take(self, event: Event) -> None:
         costs = self._profiler.costs
         if costs != self._state.costs and not isinstance(event, Recosted):
             self._state, actions = advance(self._state, Recosted(costs, event.now))
@@ -323,7 +358,6 @@ class RestoreSession:
         if self._state.finished and self._finished is None:
             self._finished = event.now
         self._perform(actions)
-        self._changed.notify_all()
 
     def _perform(self, actions: tuple[Action, ...]) -> None:
         for action in actions:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtier.catalog import CopyState
+from kvtier.errors import KVTierError, StoreClosed, StoreFailed
 from kvtier.lane import Lane
 from kvtier.plan import Tier
 from kvtier.write_rule import PendingWrite, WriteRule
@@ -82,7 +84,8 @@ class SsdWriter:
         self._written = False  # the write lane has ended: nothing more comes to be committed
         self._damaged: deque[tuple[BlockId, Location]] = deque()
         self._undropped: list[tuple[BlockId, Location]] = []  # tried again with the next batch
-        self._chores: deque[Callable[[], None]] = deque()
+        # The one that is being carried out stays at the head, so that none is lost with its lane.
+        self._purges: deque[tuple[Future[Purged], Callable[[], Sequence[int]]]] = deque()
         self._closing = False
         self._broken = False
         self._failed = failed
@@ -104,6 +107,9 @@ class SsdWriter:
             self._work.notify_all()
         with self._catalog.changed:
             self._catalog.changed.notify_all()  # the write lane may wait there
+        failure = StoreFailed(f"a background lane failed: {error}")
+        failure.__cause__ = error
+        self._refuse_purges(failure)
 
     # -- what others call, from any thread
 
@@ -127,20 +133,23 @@ class SsdWriter:
         """Remove the SSD copies of the rows that ``select`` returns for good, soon.
 
         Pinned copies are left. Destroys what every slot holds that no block uses any more. The
-        result is an ``OSError`` if the disk refuses.
+        result is an ``OSError`` if the disk refuses, ``StoreFailed`` if the lane ends before.
         """
         future: Future[Purged] = Future()
-
-        def chore() -> None:
-            try:
-                future.set_result(self._purge(select))
-            except OSError as error:
-                future.set_exception(error)
-
         with self._work:
-            self._chores.append(chore)
+            if self._closing or self._broken:
+                error = StoreClosed if self._closing else StoreFailed
+                raise error("the lane that purges has ended; nothing was purged")
+            self._purges.append((future, select))
             self._work.notify_all()
         return future
+
+    def _refuse_purges(self, error: KVTierError) -> None:
+        with self._work:
+            left = [future for future, _ in self._purges]
+        for future in left:
+            with suppress(InvalidStateError):
+                future.set_exception(error)
 
     def close(self) -> None:
         """Stop both lanes after what they are doing; what is still queued is not written."""
@@ -153,21 +162,23 @@ class SsdWriter:
             left = [*self._writes, *(write for write, _ in self._commits)]
             self._writes.clear()
             self._commits.clear()
+            self._work.notify_all()  # a commit lane that waited for a write that hangs
         for write in left:
             write.done(None)
+        self._refuse_purges(StoreClosed("the store was closed"))
 
     # -- write lane
 
     def _write_next(self) -> bool:
         with self._work:
             self._work.wait_for(self._has_work)
-            if self._broken or (self._closing and not self._damaged and not self._chores):
+            if self._broken or (self._closing and not self._damaged and not self._purges):
                 self._written = True
                 self._work.notify_all()
                 return False
             damaged = [*self._undropped, *self._damaged]
             self._damaged.clear()
-            chores = [self._chores.popleft() for _ in range(len(self._chores))]
+            purges = len(self._purges)
             count = min(len(self._writes), self._batch_blocks_max, self._commit_room())
             if count and self._full:
                 # Rather a few blocks at once than a wait for an eviction of its own.
@@ -177,15 +188,16 @@ class SsdWriter:
         # Damaged records go first: a block of the batch may be one of them, stored anew.
         if damaged:
             self._undropped = [] if self._drop(damaged) else damaged
-        for chore in chores:
-            chore()
+        for _ in range(purges):
+            self._carry_out(*self._purges[0])
+            self._purges.popleft()
         if batch:
             self._write(batch)
         return True
 
     def _has_work(self) -> bool:
         may_write = bool(self._writes) and self._commit_room() > 0
-        return bool(may_write or self._damaged or self._chores or self._closing or self._broken)
+        return bool(may_write or self._damaged or self._purges or self._closing or self._broken)
 
     def _commit_room(self) -> int:
         return max(COMMIT_BATCHES_MAX * self._batch_blocks_max - len(self._commits), 0)
@@ -317,6 +329,13 @@ class SsdWriter:
 
     def _ahead(self) -> int:
         return min(self._catalog.ready(Tier.SSD) // AHEAD_SHARE, AHEAD_BLOCKS_MAX)
+
+    def _carry_out(self, future: Future[Purged], select: Callable[[], Sequence[int]]) -> None:
+        with suppress(InvalidStateError):  # the commit lane failed meanwhile, and said so
+            try:
+                future.set_result(self._purge(select))
+            except OSError as error:
+                future.set_exception(error)
 
     def _purge(self, select: Callable[[], Sequence[int]]) -> Purged:
         with self._work:

@@ -34,7 +34,7 @@ from kvtier.tiers.segment import size_class
 from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
-from kvtier.view import Parts, StoreView
+from kvtier.view import Parts, StoreView, weakly
 from kvtier.writeback import PutJob, Writeback
 
 if TYPE_CHECKING:
@@ -181,14 +181,18 @@ class Store(StoreView):
         )
         undo.callback(host.close)
         self._writer = SsdWriter(
-            catalog, self._ssd, self._budget, config, metrics, failed=self._lane_failed
+            catalog, self._ssd, self._budget, config, metrics, failed=weakly(self._lane_failed)
         )
         self._writeback = Writeback(
             catalog, self._writer, config, metrics,
-            host_blocks_max=host_blocks_max, failed=self._fail,
+            host_blocks_max=host_blocks_max, failed=weakly(self._fail),
         )  # fmt: skip
         self._demoter = Demoter(
-            catalog, self._writer, config, host_blocks_max=host_blocks_max, failed=self._lane_failed
+            catalog,
+            self._writer,
+            config,
+            host_blocks_max=host_blocks_max,
+            failed=weakly(self._lane_failed),
         )
         mover = Mover(
             catalog, host, self._ssd, metrics,
@@ -201,7 +205,7 @@ class Store(StoreView):
         prefetcher = Prefetcher(
             catalog, mover, profiler, metrics, config,
             block_bytes=block_bytes, host_blocks_max=host_blocks_max, links=links,
-            failed=self._fail, writes=self._ssd.writes, trace=self._trace,
+            failed=weakly(self._fail), writes=self._ssd.writes, trace=self._trace,
         )  # fmt: skip
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from kvtier.trace import Trace
     from kvtier.transfer import Prefetch
 
-__all__ = ["Parts", "StoreView"]
+__all__ = ["Parts", "StoreView", "weakly"]
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +65,11 @@ class Parts:
 class StoreView(ABC):
     """An open store seen by somebody who looks up, plans and restores; thread-safe.
 
-    Whoever derives from it makes the ``Parts``, and closes them.
+    Whoever derives from it makes the ``Parts``, and closes them. Lanes never keep it alive: one
+    that nobody holds any more is closed, with a ``ResourceWarning``.
     """
+
+    _closed = True  # until there is something to close
 
     def __init__(
         self,
@@ -85,8 +91,7 @@ class StoreView(ABC):
         if short:
             log.warning("%s: %s", path, short)
         self._pid = os.getpid()
-        self._closed = False
-        self._close_lock = threading.Lock()
+        self._closer = threading.Lock()
         self._failure: BaseException | None = None
         self._compute_price = 0.0
 
@@ -99,6 +104,7 @@ class StoreView(ABC):
         self._cost_book = parts.cost_book
         self._metrics = parts.metrics
         self._host_blocks_max = parts.host_blocks_max
+        self._closed = False
 
     # -- the verbs
 
@@ -224,6 +230,7 @@ class StoreView(ABC):
     @property
     def costs(self) -> CostModel:
         """What recomputing and loading cost, as known now."""
+        self._check_owner()
         return self._profiler.costs
 
     @property
@@ -287,19 +294,31 @@ class StoreView(ABC):
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        if not sys.is_finalizing():
+            # This may be any thread, a lane's among them, and closing waits for lanes.
+            threading.Thread(target=self.close, name="kvtier-close").start()
+        message = f"{self.path}: the store was not closed"
+        warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
+
     # -- inside
 
     def _begin_close(self) -> bool:
         """Whether the caller is the one who closes: once, and never in a forked child."""
-        with self._close_lock:
-            if self._closed or os.getpid() != self._pid:
-                return False
-            self._closed = True
-            return True
+        # Claimed and never given back: a signal handler may come at any point of this.
+        if os.getpid() != self._pid or not self._closer.acquire(blocking=False):
+            return False
+        self._closed = True
+        return True
 
-    def _check_open(self) -> None:
+    def _check_owner(self) -> None:
         if os.getpid() != self._pid:
             raise StoreClosed(f"{self.path}: this is a forked child; open a store of its own")
+
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise StoreClosed(f"{self.path}: the store is closed")
         if self._failure is not None:
@@ -310,3 +329,17 @@ class StoreView(ABC):
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+
+
+def weakly(
+    method: Callable[[BaseException], None],
+) -> Callable[[BaseException], None]:
+    """Return ``method`` as a callback that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(error: BaseException) -> None:
+        found = reference()
+        if found is not None:
+            found(error)
+
+    return call

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -339,6 +340,10 @@ class FaultyFileSystem:
         gate = Gate()
         self._add(_Rule(operation, name, nth - 1, 1 << 30, gate.pass_through))
         return gate
+
+    def delay(self, operation: str, seconds: float, *, name: str = ".seg") -> None:
+        """Let every matching call from now on take so much longer."""
+        self._add(_Rule(operation, name, 0, 1 << 30, partial(time.sleep, seconds)))
 
     def shorten(self, nbytes: int, *, nth: int = 1, times: int = 1, name: str = ".seg") -> None:
         """Let reads end ``nbytes`` early: those bytes are not filled and not counted."""

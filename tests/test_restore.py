@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -390,6 +391,69 @@ def test_a_copy_that_never_ends(
         gate.open()
 
 
+class HeldBlocks:
+    """Slots whose ``parts`` waits, for each block, at a gate of its own."""
+
+    def __init__(self, blocks: int) -> None:
+        self.slots = poisoned_slots(blocks)
+        self.gates = [Gate() for _ in range(blocks)]
+        self.layout, self.device = self.slots.layout, self.slots.device
+
+    def parts(self, block: int) -> Any:
+        """Wait, then return the block's tensors."""
+        self.gates[block].pass_through()
+        return self.slots.parts(block)
+
+
+class CountedClock:
+    """A clock that says when it has been looked at so often from now on."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self.looked = threading.Event()
+
+    def expect(self, looks: int) -> None:
+        """Begin to count."""
+        self.looked.clear()
+        self._left = looks
+
+    def __call__(self) -> float:
+        """Return the time."""
+        self._left -= 1
+        if self._left == 0:
+            self.looked.set()
+        return time.monotonic()
+
+
+def test_a_copy_may_take_its_time_after_every_timeout(open_store: Open) -> None:
+    """A later call whose timeout has passed waits for a copy as long as the first one does."""
+    clock = CountedClock()
+    store, keys, slots = open_store(clock=clock), prompt_keys(4), HeldBlocks(4)
+    for block in (1, 3):
+        put(store, keys, range(block, block + 1))
+
+    def compute(step: Any) -> int:
+        fill_slots(slots.slots, keys, step.blocks)
+        session.computed(step)
+        return step.start
+
+    with store.restore(load_plan(store, keys), into=slots) as session:
+        for block in (1, 3):
+            slots.gates[block].wait_reached()
+        assert compute(session.next_step(0)) == 0
+        asking = in_thread(lambda: session.next_step(0))
+        with session._changed:
+            assert session._changed.wait_for(lambda: session._state.expired, WAIT_S)
+        slots.gates[1].open()
+        assert compute(asking()) == 2
+        clock.expect(looks=3)  # for the deadline, the question, and how long to wait
+        asking = in_thread(lambda: session.next_step(0))
+        assert clock.looked.wait(WAIT_S)
+        slots.gates[3].open()
+        assert asking() is None
+    assert all_right(slots.slots, keys)
+
+
 def test_poll_never_waits(ssd: kvtier.Store, fs: FaultyFileSystem, keys: kvtier.BlockKeys) -> None:
     """While loads are held, polling says PENDING; then None."""
     gate = fs.hold("read", name=".seg")
@@ -416,6 +480,27 @@ def test_poll_hands_out_steps(open_store: Open) -> None:
             seen.append(step.start)
         assert step is None
     assert seen == [0, 1, 2]
+
+
+def test_a_step_that_comes_between_two_polls(
+    ssd: kvtier.Store, fs: FaultyFileSystem, keys: kvtier.BlockKeys
+) -> None:
+    """A load that fails after PENDING is the next poll's step; asking again is not an error."""
+    gate = fs.hold("read", name=".seg")
+    fs.fail("read", name=".seg")
+    slots = poisoned_slots(6)
+    with ssd.restore(load_plan(ssd, keys), into=slots) as session:
+        gate.wait_reached()
+        assert session.poll_step() == PENDING
+        gate.open()
+        with session._changed:
+            assert session._changed.wait_for(lambda: session._state.step is not None, WAIT_S)
+        step = session.poll_step()
+        assert isinstance(step, Step)
+        fill_slots(slots, keys, step.blocks)
+        session.computed(step)
+        finish(session, slots, keys)
+    assert all_right(slots, keys)
 
 
 # -- leaving early

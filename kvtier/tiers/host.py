@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING
 
+from kvtier.errors import StoreClosed
 from kvtier.tiers.arena import PIN_PIECE_BYTES_MAX, Arena
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
 from kvtier.tiers.slots import SlotTable
@@ -49,6 +50,7 @@ class HostTier:
         self._limit_bytes = limit_bytes
         self._arena = Arena(self._slot_bytes, slots, runtime, piece_bytes_max=piece_bytes_max)
         self._slots = SlotTable("host", slots)
+        self._closed = False
 
     def reserve(self) -> int | None:
         """Take the lowest free slot, or None if there is none."""
@@ -59,6 +61,8 @@ class HostTier:
 
         The first one of a piece waits until it is pinned: call it on a lane, with no lock held.
         """
+        if self._closed:
+            raise StoreClosed("the store was closed, and its host memory given back")
         self._slots.require(slot)
         return self._arena.slot(slot)[: self._block_bytes]
 
@@ -124,4 +128,5 @@ class HostTier:
 
     def close(self) -> None:
         """Unpin and unmap the arena; idempotent. Views still held keep the memory, not the tier."""
+        self._closed = True
         self._arena.close()

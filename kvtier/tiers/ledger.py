@@ -39,7 +39,7 @@ class Ledger:
         self._index = index
         self._slabs = slabs
         self._scan = scan
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self.repairs = 0
 
     def commit(

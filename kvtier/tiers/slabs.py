@@ -86,7 +86,7 @@ class Slabs:
         self._segments_max = segments_max
         self._index_bytes = index_bytes
         self._now_ns = now_ns
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self._segments: dict[int, _Segment] = {}
         # By slot size, the segments that have such a slot; dicts because they keep their order.
         self._with: dict[SlotState, dict[int, dict[int, None]]] = {

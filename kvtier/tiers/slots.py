@@ -22,7 +22,7 @@ class SlotTable:
     def __init__(self, tier: str, count: int) -> None:
         self._tier = tier
         self._count = count
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         self._free = list(range(count))  # ascending, hence a heap
         self._ids: dict[int, BlockId | None] = {}
 

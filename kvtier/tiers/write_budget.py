@@ -44,7 +44,7 @@ class WriteBudget:
         self._limit = bytes_per_day
         self._save = save
         self._now_ns = now_ns
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
         # A clock that was far ahead once must not close the budget for good.
         last = now_ns() // _HOUR_NS + _HOURS
         self._spent = {hour: spent for hour, spent in _decode(saved).items() if hour <= last}
