@@ -84,7 +84,6 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let close give up soon on what does not end."""
     monkeypatch.setattr("kvtier.lane.JOIN_S_MAX", 0.2)
     monkeypatch.setattr("kvtier.prefetcher.JOIN_S_MAX", 0.2)
-    monkeypatch.setattr("kvtier.prefetcher.GIVE_UP_S_MAX", 0.2)
 
 
 def load_plan(store: kvtier.Store, keys: kvtier.BlockKeys) -> kvtier.RestorePlan:
@@ -343,7 +342,6 @@ INTERRUPTED = """
 import random, sys, faulthandler
 import kvtier, kvtier.lane, kvtier.prefetcher
 from support import SPEC, HOST_SLOT_BYTES, bring_back, filled_slots, prompt_keys, put
-kvtier.lane.JOIN_S_MAX = kvtier.prefetcher.JOIN_S_MAX = kvtier.prefetcher.GIVE_UP_S_MAX = 0.3
 
 class Interrupt:
     '''Closes a store before the ``at``-th line of kvtier that this thread runs: as a signal may.'''
