@@ -55,7 +55,9 @@ class LoopThread:
         """Call ``work`` on the loop, soon; False, and it is not, once the loop is closing."""
         with self._gate:
             if not self._closing:
-                self._loop.call_soon_threadsafe(work)
+                # The loop need not wake itself up: that is a system call.
+                here = threading.current_thread() is self._thread
+                (self._loop.call_soon if here else self._loop.call_soon_threadsafe)(work)
             return not self._closing
 
     def report(self, work: Callable[..., None], *args: Any) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvtier.errors import StoreClosed, StoreFailed, TransferFailed
@@ -22,7 +22,6 @@ from kvtier.events import (
     Expired,
     Loaded,
     NotLoaded,
-    Recosted,
     StartLoad,
     StartStep,
     Woke,
@@ -136,6 +135,7 @@ class RestoreSession:
         self._error: BaseException | None = None
         self._started = 0.0
         self._finished: float | None = None
+        self._wake_at: float | None = None
         self._loaded = 0
         self._recomputed = 0
         self._failures = 0
@@ -347,17 +347,22 @@ class RestoreSession:
                 self._take(self._events.popleft())
         finally:
             self._posting = False
-        self._changed.notify_all()
+        self._wake()
 
     def _take(self, event: Event) -> None:
-        costs = self._profiler.costs
-        if costs != self._state.costs and not isinstance(event, Recosted):
-            self._state, actions = advance(self._state, Recosted(costs, event.now))
-            self._perform(actions)
+        # What the last load taught counts for what follows from this event: one decision, not two.
+        self._state = replace(self._state, costs=self._profiler.costs)
         self._state, actions = advance(self._state, event)
         if self._state.finished and self._finished is None:
             self._finished = event.now
         self._perform(actions)
+
+    def _wake(self) -> None:
+        """Wake who waits, if there is anything to do: an answer, another instant, an end."""
+        wake_at, self._wake_at = self._wake_at, self._state.wake_at
+        answered = self._error is not None or self._state.finished or self._state.step is not None
+        if answered or wake_at != self._wake_at or not self._tickets:
+            self._changed.notify_all()
 
     def _perform(self, actions: tuple[Action, ...]) -> None:
         for action in actions:

@@ -327,6 +327,28 @@ def test_the_cpu_time_of_children_counts(disk: Any) -> None:
         child.communicate(b"\n")
 
 
+# -- the prefetch benchmark
+
+
+def test_prefetch_runs_on_the_smallest_cases(tmp_path: Path) -> None:
+    """Every part once, every byte checked, the shared prefix read once, and no file left."""
+    pytest.importorskip("rich")
+    out, folder = tmp_path / "prefetch.json", tmp_path / "disk"
+    done = run("prefetch.py", "--dir", str(folder), "--json", str(out))
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: too slow here, which is no bug
+    value = json.loads(out.read_text())
+    assert set(value) == KEYS
+    assert list(value["ratios"]) == [
+        "prefetched_vs_host",
+        "unhinted_vs_host",
+        "prefetched_vs_host_slow",
+        "unhinted_vs_host_slow",
+        "shared_prefix_p99",
+    ]
+    assert all(number > 0 for number in value["ratios"].values())
+    assert not list(folder.iterdir())
+
+
 # -- the tier benchmark
 
 

@@ -119,8 +119,7 @@ def test_head_is_recomputed_while_the_tail_loads(open_store: Open, fs: FaultyFil
         while step := session.next_step(WAIT_S):
             fill_slots(slots, keys, step.blocks)
             # However slow this machine is, a load ends while the first step is computed.
-            with session._changed:
-                assert session._changed.wait_for(lambda: session.report.loaded > 0, WAIT_S)
+            eventually(lambda: session.report.loaded > 0)
             session.computed(step, seconds=0.01)
     assert session.report.loaded > 0
     assert session.report.recomputed > 0
