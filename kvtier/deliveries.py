@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from aiofiles.os import wrap
 
+from kvtier.errors import TransferFailed
 from kvtier.lane import carried
 from kvtier.layerwise import LayerTail
+from kvtier.loop import Cancelled, LoopThread
 from kvtier.plan import Tier
 from kvtier.tiers.device import write_block
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.cost import Profiler
-    from kvtier.loop import LoopThread
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
     from kvtier.ticket import LoadTicket
@@ -103,6 +104,10 @@ class Deliveries:
             if claimed and error is None:
                 self._metrics.add(f"loaded_blocks_{source}")
                 self._metrics.add(f"loaded_bytes_{source}", self._block_bytes)
+        except Cancelled:
+            # Given up on: no answer for a copy that has begun, since it may still write.
+            error, claimed = TransferFailed("the store was closed"), False
+            raise
         except BaseException as failure:
             error = failure
             self._failed(failure)  # before the ticket is answered: the next call must see it

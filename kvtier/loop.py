@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
-__all__ = ["LoopThread", "NewLoop"]
+__all__ = ["Cancelled", "LoopThread", "NewLoop"]
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 """Makes an event loop: a seam for tests, with a clock or a selector of their own."""
 
-STOP_S_MAX: Final = 30.0
-"""How long a loop without tasks may take to stop."""
+GIVE_UP_S_MAX: Final = 5.0
+"""How long those who wait for what did not end in time may take to hear of it."""
+Cancelled: Final = asyncio.CancelledError
+"""What a coroutine raises that the loop gave up on."""
 
 
 class LoopThread:
@@ -29,7 +32,8 @@ class LoopThread:
         self._ending = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._gate = threading.RLock()  # re-entrant: a signal handler may close the store
-        self._closing = self._stopped = False
+        self._closing = self._drained = False
+        self._ends: tuple[Callable[[], None], Callable[[], None], float] | None = None
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
@@ -39,11 +43,13 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        while not self._stopped:
+        while self._ends is None:
             try:
                 self._loop.run_forever()
             except BaseException as error:  # noqa: BLE001 - what is no Exception ends a loop
                 self._failed(error)
+        self._drained = self._loop.run_until_complete(self._drain(*self._ends))
+        self._loop.close()
 
     # -- from any thread
 
@@ -62,29 +68,25 @@ class LoopThread:
 
     def report(self, work: Callable[..., None], *args: Any) -> None:
         """Call ``work`` on the loop for something that has begun: the loop ends only after it."""
-        self._loop.call_soon_threadsafe(work, *args)
+        with suppress(RuntimeError):  # given up on, and closed
+            self._loop.call_soon_threadsafe(work, *args)
 
-    def close(self, last: Callable[[], None], wait_s: float) -> bool | None:
+    def close(
+        self, last: Callable[[], None], abandon: Callable[[], None], wait_s: float
+    ) -> bool | None:
         """Call ``last`` on the loop, let what has begun end, and stop.
 
-        False if that took longer than ``wait_s`` seconds: then the loop goes on, as a daemon. None
-        if somebody else closes or has closed it.
+        False if that took longer than ``wait_s`` seconds: then ``abandon`` was called there, and
+        what had not ended was cancelled. None if somebody else closes or has closed it.
         """
         with self._gate:
             if self._closing:
                 return None
             self._closing = True
-        drained = asyncio.run_coroutine_threadsafe(self._drain(last), self._loop)
-        try:
-            drained.result(wait_s)
-        except TimeoutError:
-            drained.cancel()
-            return False
-        self._stopped = True
+        self._ends = (last, abandon, wait_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_S_MAX)
-        self._loop.close()
-        return True
+        self._thread.join(wait_s + GIVE_UP_S_MAX)
+        return self._drained
 
     # -- on the loop
 
@@ -113,11 +115,22 @@ class LoopThread:
             ends = [self._ending] if unless is None else [self._ending, unless]
             await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _drain(self, last: Callable[[], None]) -> None:
+    async def _drain(
+        self, last: Callable[[], None], abandon: Callable[[], None], wait_s: float
+    ) -> bool:
+        """Let all tasks end, or give up on them; whether they ended."""
+        deadline = self._loop.time() + wait_s
         self._ending.set_result(None)
         last()
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            left = deadline - self._loop.time()
+            if left <= 0:
+                abandon()
+                given_up = [task for task in self._tasks if task.cancel()]
+                await asyncio.wait(given_up, timeout=GIVE_UP_S_MAX)
+                return False
+            await asyncio.wait(self._tasks, timeout=left)
+        return True
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -20,7 +20,7 @@ from kvtier.catalog import CopyState
 from kvtier.deliveries import Deliveries, LinkRates
 from kvtier.errors import StoreClosed, TransferFailed
 from kvtier.lane import carried
-from kvtier.loop import LoopThread
+from kvtier.loop import Cancelled, LoopThread
 from kvtier.plan import Tier
 from kvtier.promotions import Promotion, Promotions
 from kvtier.read_queue import RESTORE, Rank, ReadQueue, Urgency
@@ -197,11 +197,10 @@ class Prefetcher:
 
     def close(self) -> None:
         """Turn away what waits, let what has begun end, stop loop and lanes; idempotent."""
-        ended = self._loop.close(self._close_queue, JOIN_S_MAX)
+        ended = self._loop.close(self._close_queue, self._abandon, JOIN_S_MAX)
         if ended is False:
             # A disk that hangs must not hang the one who closes: its threads are left behind.
             log.warning("reads or copies did not end in %.0f s; they are abandoned", JOIN_S_MAX)
-            self._loop.report(self._abandon)
         self._read_lane.shutdown(wait=ended is True, cancel_futures=True)
         self._deliveries.close(ended=ended is True)
 
@@ -308,6 +307,8 @@ class Prefetcher:
                 self._rates.observe(Tier.SSD, submitted, self._loop.time(), loaded)
             for read, result in zip(reads, results, strict=True):
                 self._settle(read, result)
+        except Cancelled:
+            raise  # given up on: those who wait for it have been answered
         except BaseException as error:
             self._failed(error)  # before anybody is answered: the next call must see it
             for read in reads:

@@ -305,9 +305,9 @@ def test_closing_does_not_wait_for_a_link_that_takes_for_ever(
     with catalog.changed:  # the reads are done, the link is not
         assert catalog.changed.wait_for(lambda: catalog.ready(kvtier.Tier.HOST) == 6, WAIT_S)
     in_thread(store.close)()
-    with pytest.raises(TransferFailed, match="closed"):
-        prefetch.result(WAIT_S)
-    assert len(restore().recomputed) == 6
+    assert prefetch.result(WAIT_S) == 6  # they are there; nobody waits for the link any more
+    done = restore()
+    assert done.loaded + len(done.recomputed) == 6
     del store
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
@@ -535,8 +535,8 @@ def hold():
     with contextlib.ExitStack() as locks:
         for view in (store, reader):
             locks.enter_context(view._catalog.changed)
-            locks.enter_context(view._prefetcher._gate)
-            for part in (view._profiler, view._metrics, view._host):
+            locks.enter_context(view._prefetcher._loop._gate)
+            for part in (view._profiler, view._metrics, view._host._slots):
                 locks.enter_context(part._lock)
         locks.enter_context(store._writeback._work)
         locks.enter_context(store._writer._work)
@@ -707,7 +707,7 @@ class Provocation:
 
     def loop_host_link(self) -> Any:
         """Fail on the loop: in the link to the engine."""
-        self.store._prefetcher._links = {kvtier.Tier.HOST: BadLink(1.0)}
+        self.store._prefetcher._deliveries._link = BadLink(1.0)
         return bring_back(self.store, self.keys)
 
     def loop_callback(self) -> Any:
