@@ -223,7 +223,6 @@ class Slabs:
 
     def limit_for(self, size: int) -> int:
         """Return the least limit under which a slot of this size fits once all others are gone."""
-        # No lock: a writer must not wait here for somebody whom a signal handler keeps from going on.
         rest = self._index_bytes() + OTHER_BYTES + INDEX_COMMIT_BYTES_MAX
         return rest + SEGMENT_METADATA_BYTES + size
 
