@@ -131,7 +131,6 @@ class Writeback:
                     if retention is not None or self._catalog.expired(row):
                         self._catalog.retain(row, asked.priority, expiry_ns)
                     if room > len(new) + len(rewritten) and self._only_in_host(row):
-                        self._catalog.ask(row)  # what nobody loads, but is computed again
                         rewritten.append((block, row))
                 elif len(new) + len(rewritten) >= room:
                     dropped += 1
@@ -149,8 +148,8 @@ class Writeback:
                 expiry_ns=expiry_ns,
             )
             coming = [*rows, *(row for _, row in rewritten)]
-            if coming:
-                self._catalog.announce(keys.namespace, keys.hashes[: max(wanted) + 1], coming)
+            if coming or retention is not None:
+                self._catalog.announce(keys.namespace, keys.hashes[: max(wanted, default=-1) + 1], coming)
 
             def record(block: int) -> Record:
                 return Record(

@@ -527,7 +527,7 @@ def test_rows_are_selected_by_namespace_tenant_and_age() -> None:
         )
     )
     fresh = catalog.begin(block(4), Tier.HOST, "write", tenant_digest=T2, position=7, now_ns=40)
-    assert catalog.position(fresh) == 7
+    assert catalog._rows.positions[fresh] == 7
     one, two, three = (catalog.find(block(n, ns)) for n, ns in ((1, NS), (2, NS), (3, OTHER)))
     for (namespace, tenant, before), expected in {
         (None, None, None): [one, two, three, fresh],
