@@ -154,14 +154,17 @@ class PrefixClosed(Priced):
         highest, its_level, stays = 0.0, 0, False
         for row, own in zip(rows, self._levels_of(rows), strict=True):
             level, least = own, clock + _WEIGHTS[own]
-            if least < highest:
+            if least <= highest:
                 level, least = its_level, highest
             if row in self._rings:
                 has = self._priority[row]
-                behind = stays and has == least and self._level[row] == level
-                if has > least or behind:
+                # At the same priority it stays behind what stays, and goes behind what was moved,
+                # but not to a lower level: rows that follow it may be there.
+                if has > least or (has == least and (stays or least > highest)):
                     highest, its_level, stays = has, self._level[row], True
                     continue
+                if has == least:
+                    level = max(level, self._level[row])
             placed.append(row)
             at.append(level)
             highest, its_level, stays = clock + _WEIGHTS[level], level, False
