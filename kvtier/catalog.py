@@ -60,18 +60,14 @@ class Catalog:
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.contiguous = policy.contiguous
+        self.now_ns = now_ns
         self._changes = ChangeLog(changes_kept, first_change)
         self._columns = columns = Columns(
             policy, prices, self._changes, history or History(), uses_kept=uses_kept, now_ns=now_ns
         )
-        self._rows = columns.rows
-        self._copies = columns.copies
-        self._pins = columns.pins
-        self._host_slot = columns.host_slot
-        self._places = columns.places
-        self._last_use_ns = columns.last_use_ns
-        self._uses = columns.uses
-        self._orders = columns.orders
+        self._rows, self._copies, self._pins = columns.rows, columns.copies, columns.pins
+        self._host_slot, self._places = columns.host_slot, columns.places
+        self._uses, self._orders = columns.uses, columns.orders
 
     def reprice(self, prices: Prices) -> None:
         """Use other prices from now on; what is in order keeps its place until it is touched."""
@@ -177,11 +173,13 @@ class Catalog:
         tenant_digest: bytes = b"",
         position: int = 0,
         now_ns: int = 0,
+        expiry_ns: int = 0,
     ) -> int:
         """Start one copy's life, like ``begin_all``."""
         return self.begin_all(
             block.namespace, (block.hash,), tier, what,
             tenant_digest=tenant_digest, positions=(position,), now_ns=now_ns,
+            expiry_ns=expiry_ns,
         )[0]  # fmt: skip
 
     def begin_all(
@@ -327,7 +325,7 @@ class Catalog:
     def uses(self, limit: int) -> list[Use]:
         """Take out the new uses of up to ``limit`` blocks that have a copy on the SSD."""
         with self.changed:
-            last = self._last_use_ns
+            last = self._columns.last_use_ns
             return [Use(self._rows.id(row), new, last[row]) for row, new in self._uses.take(limit)]
 
     def asked(self, row: int) -> int:

@@ -74,7 +74,7 @@ class Columns:
         append_all(self.last_use_ns, np.minimum(entries["last_use_ns"], _NS_MAX))
         lowest, highest = PRIORITIES.start, PRIORITIES.stop - 1
         priorities = np.clip(entries["priority"], lowest, highest)
-        self.orders.restore(priorities, np.minimum(entries["expiry_ns"], _NS_MAX))
+        self.orders.restore(priorities, entries["expiry_ns"])
         self.uses.restore(entries["hits"])
         for column in self._all:
             append_all(column, np.zeros(count - len(column)))  # all that is not said above

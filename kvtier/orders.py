@@ -130,8 +130,8 @@ class Orders:
     def retain(self, row: int, priority: int, expiry_ns: int) -> None:
         """Raise a priority and put off an expiry (0: for good), where that is more."""
         before, expired = self._deadlines.column[row], self.has_expired(row)
-        self._retained = True
         if priority > self._priority[row]:
+            self._retained = True
             self._rank(row, priority)
         if expired or (before and (not expiry_ns or expiry_ns > before)):
             self._deadlines.set(row, expiry_ns)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,7 +117,7 @@ class Writeback:
         """
         with self._work:
             room = self._config.write_queue_blocks_max - self._unsettled
-        now_ns, asked = time.time_ns(), retention or Retention()
+        now_ns, asked = self._catalog.now_ns(), retention or Retention()
         expiry_ns = asked.expiry_ns(now_ns)
         new: list[int] = []
         rewritten: list[tuple[int, int]] = []
@@ -149,7 +148,9 @@ class Writeback:
             )
             coming = [*rows, *(row for _, row in rewritten)]
             if coming or retention is not None:
-                self._catalog.announce(keys.namespace, keys.hashes[: max(wanted, default=-1) + 1], coming)
+                self._catalog.announce(
+                    keys.namespace, keys.hashes[: max(wanted, default=-1) + 1], coming
+                )
 
             def record(block: int) -> Record:
                 return Record(
