@@ -44,7 +44,8 @@ class Catalog:
 
     ``changed`` is the condition that whoever waits for a copy to become evictable waits on; its
     lock is the catalog's own and may be held over several calls. Changes are numbered from
-    ``first_change``. ``now_ns`` (since 1970) is asked only while a block has an expiry.
+    ``first_change``. ``now_ns`` (since 1970) is asked only while a block has an expiry. It is
+    ``contiguous`` if a block without the one before it is of no use to the store's callers.
     """
 
     def __init__(
@@ -59,18 +60,15 @@ class Catalog:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
+        self.contiguous = policy.contiguous
+        self.now_ns = now_ns
         self._changes = ChangeLog(changes_kept, first_change)
         self._columns = columns = Columns(
             policy, prices, self._changes, history or History(), uses_kept=uses_kept, now_ns=now_ns
         )
-        self._rows = columns.rows
-        self._copies = columns.copies
-        self._pins = columns.pins
-        self._host_slot = columns.host_slot
-        self._places = columns.places
-        self._last_use_ns = columns.last_use_ns
-        self._uses = columns.uses
-        self._orders = columns.orders
+        self._rows, self._copies, self._pins = columns.rows, columns.copies, columns.pins
+        self._host_slot, self._places = columns.host_slot, columns.places
+        self._uses, self._orders = columns.uses, columns.orders
 
     def reprice(self, prices: Prices) -> None:
         """Use other prices from now on; what is in order keeps its place until it is touched."""
@@ -99,11 +97,6 @@ class Catalog:
         """Return the block of a row."""
         with self.changed:
             return self._rows.id(row)
-
-    def position(self, row: int) -> int:
-        """Return the position in its prompt of a row's block, in blocks."""
-        with self.changed:
-            return self._rows.positions[row]
 
     def state(self, row: int, tier: Tier) -> CopyState:
         """Return the state of a row's copy in ``tier``."""
@@ -157,17 +150,7 @@ class Catalog:
         """Return everything READY, and the sequence number to ask ``changes`` from."""
         with self.changed:
             self._columns.expire()
-            sequence, shown = self._changes.sequence, bytes(self._copies.shown)
-            spaces = [
-                (namespace, list(rows), list(rows.values()))
-                for namespace, rows in self._rows.spaces().items()
-            ]
-        return sequence, (
-            (namespace, digest, SHOWN[shown[row]])
-            for namespace, hashes, rows in spaces
-            for digest, row in zip(hashes, rows, strict=True)
-            if shown[row]
-        )
+            return self._changes.sequence, self._copies.snapshot()
 
     # -- lifecycle
 
@@ -191,11 +174,13 @@ class Catalog:
         tenant_digest: bytes = b"",
         position: int = 0,
         now_ns: int = 0,
+        expiry_ns: int = 0,
     ) -> int:
         """Start one copy's life, like ``begin_all``."""
         return self.begin_all(
             block.namespace, (block.hash,), tier, what,
             tenant_digest=tenant_digest, positions=(position,), now_ns=now_ns,
+            expiry_ns=expiry_ns,
         )[0]  # fmt: skip
 
     def begin_all(
@@ -218,7 +203,7 @@ class Catalog:
         one.
         """
         with self.changed:
-            old = self._known(namespace, hashes)
+            old = self._rows.known(namespace, hashes)
             self._copies.legal(old, tier, what)
             rows = old
             if len(old) < len(hashes):
@@ -321,7 +306,7 @@ class Catalog:
         A clock that goes back changes no last use; ``uses`` has those on the SSD that had room.
         """
         with self.changed:
-            known = self._known(namespace, reversed(hashes))
+            known = self._rows.known(namespace, reversed(hashes))
             shown, ssd = self._copies.shown, BIT[Tier.SSD]
             self._columns.used(known, now_ns)
             self._uses.add(known)
@@ -333,37 +318,31 @@ class Catalog:
         self,
         namespace: bytes,
         hashes: Sequence[bytes],
-        coming: Iterable[int],
-        tiers: Iterable[Tier] = TIERS,
+        coming: Sequence[int],
+        tiers: Sequence[Tier] = TIERS,
     ) -> None:
-        """Order a put's prompt, tail to head, without counting a use.
+        """Order a put's prompt, tail to head; a use only of what is there and comes again.
 
         The copies of the rows ``coming`` are ordered with what is there, before they are: they are
         committed head first, and a prompt's tail must not outlive its head for that.
         """
         with self.changed:
-            known = self._known(namespace, reversed(hashes))
+            known = self._rows.known(namespace, reversed(hashes))
+            self._uses.add([row for row in coming if self._copies.shown[row]])
+            self._orders.announce(coming, tiers)  # first: a copy in host is cheap if it is on both
             for tier in tiers:
-                self._orders.announce(coming, tier)
                 self._orders.touch(known, tier)
 
     def uses(self, limit: int) -> list[Use]:
         """Take out the new uses of up to ``limit`` blocks that have a copy on the SSD."""
         with self.changed:
-            last = self._last_use_ns
-            return [
-                Use(self._rows.id(row), uses, last[row]) for row, uses in self._uses.take(limit)
-            ]
+            last = self._columns.last_use_ns
+            return [Use(self._rows.id(row), new, last[row]) for row, new in self._uses.take(limit)]
 
     def asked(self, row: int) -> int:
         """Return how often a row's block was asked for, its put included, as far as known."""
         with self.changed:
             return self._uses.column[row]
-
-    def ask(self, row: int) -> None:
-        """Count one more use of a block that is not ordered for it."""
-        with self.changed:
-            self._uses.add((row,))
 
     # -- retention
 
@@ -415,18 +394,9 @@ class Catalog:
         child, whose copy of the lock may be held for ever, the scope ends without the catalog.
         """
         owner = os.getpid()
-        held: list[tuple[int, Tier]] = []
-        kept: list[bool] = []
         with self.changed:
             self._columns.expire()
-            rows = self._rows.of(namespace)
-            for digest, wanted in zip(hashes, tiers, strict=True):
-                row = rows.get(digest)
-                found = () if row is None or wanted is None else SHOWN[self._copies.shown[row]]
-                kept.append(bool(found))
-                if row is not None and found:
-                    held.append((row, wanted if wanted in found else found[0]))
-                    self.pin(*held[-1])
+            held, kept = self._columns.pin_shown(namespace, hashes, tiers)
         try:
             yield kept
         finally:
@@ -446,7 +416,3 @@ class Catalog:
         """Return what is wrong with the catalog's books, in words."""
         with self.changed:
             return self._columns.check()
-
-    def _known(self, namespace: bytes, hashes: Iterable[bytes]) -> list[int]:
-        of = self._rows.of(namespace).get
-        return [row for row in map(of, hashes) if row is not None]

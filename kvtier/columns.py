@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtier.copies import BIT, TIERS, Copies
+from kvtier.copies import BIT, SHOWN, TIERS, Copies
 from kvtier.lifecycle import CopyState
 from kvtier.orders import Orders
 from kvtier.plan import Tier
 from kvtier.retention import PRIORITIES
-from kvtier.rows import BlockRows, Places, append_all, use_order
+from kvtier.rows import BlockRows, Places, append_all, prefix_order, use_order
 from kvtier.uses import Uses
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Columns:
         uses_kept: int,
         now_ns: Callable[[], int],
     ) -> None:
+        self._contiguous = policy.contiguous
         self._now_ns = now_ns
         self.rows = BlockRows()
         self.copies = Copies(self.rows, changes)
@@ -73,12 +74,12 @@ class Columns:
         append_all(self.last_use_ns, np.minimum(entries["last_use_ns"], _NS_MAX))
         lowest, highest = PRIORITIES.start, PRIORITIES.stop - 1
         priorities = np.clip(entries["priority"], lowest, highest)
-        self.orders.restore(priorities, np.minimum(entries["expiry_ns"], _NS_MAX))
+        self.orders.restore(priorities, entries["expiry_ns"])
         self.uses.restore(entries["hits"])
         for column in self._all:
             append_all(column, np.zeros(count - len(column)))  # all that is not said above
         copies.ready[Tier.SSD] = count
-        self.orders.enter(use_order(entries), Tier.SSD)
+        self.orders.enter((prefix_order if self._contiguous else use_order)(entries), Tier.SSD)
 
     def add(
         self,
@@ -125,7 +126,7 @@ class Columns:
 
     def order(self, rows: Sequence[int], tier: Tier) -> None:
         """Make rows the most recent of a tier's order; unknown ones enter."""
-        self.orders.announce(rows, tier)
+        self.orders.announce(rows, (tier,))
         self.orders.touch(rows, tier)
 
     def victims(self, tier: Tier, count: int) -> list[int]:
@@ -151,6 +152,26 @@ class Columns:
         if rows:
             self.copies.hidden.update(rows)
             self.copies.show(rows)
+
+    def pin_shown(
+        self, namespace: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier | None]
+    ) -> tuple[list[tuple[int, Tier]], list[bool]]:
+        """Pin each block in its tier or else in the other one: the pins, and which were shown.
+
+        A block whose tier is None is left alone.
+        """
+        held: list[tuple[int, Tier]] = []
+        kept: list[bool] = []
+        rows = self.rows.of(namespace)
+        for digest, wanted in zip(hashes, tiers, strict=True):
+            row = rows.get(digest)
+            found = () if row is None or wanted is None else SHOWN[self.copies.shown[row]]
+            kept.append(bool(found))
+            if row is not None and found:
+                tier = wanted if wanted in found else found[0]
+                held.append((row, tier))
+                self.pins[tier][row] += 1
+        return held, kept
 
     def unpin(self, row: int, tier: Tier) -> None:
         """Undo one pin."""

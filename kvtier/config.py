@@ -113,6 +113,8 @@ class StoreConfig:
             )
         for each in fields(self):
             _check(each.name, getattr(self, each.name))
+        if self.tails_only and self.policy == "prefix-closed":
+            raise ValueError("tails_only: a tail without its head is of no use to 'prefix-closed'")
         if self.host_low_water > self.host_high_water:
             raise ValueError(
                 f"host_low_water: {self.host_low_water} exceeds "

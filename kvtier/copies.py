@@ -11,9 +11,9 @@ from kvtier.lifecycle import CopyState, after, moves
 from kvtier.plan import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from kvtier.changes import ChangeLog
+    from kvtier.changes import BlockTiers, ChangeLog
     from kvtier.rows import BlockRows
 
 __all__ = ["BIT", "SHOWN", "TIERS", "Copies"]
@@ -99,6 +99,20 @@ class Copies:
         host, ssd = (np.asarray(self.states[tier]) for tier in TIERS)
         present: np.ndarray[Any, np.dtype[np.bool_]] = (host | ssd) != CopyState.ABSENT
         return present
+
+    def snapshot(self) -> Iterator[BlockTiers]:
+        """Return all that is shown now; what is shown later changes nothing in it."""
+        shown = bytes(self.shown)
+        spaces = [
+            (namespace, list(rows), list(rows.values()))
+            for namespace, rows in self._rows.spaces().items()
+        ]
+        return (
+            (namespace, digest, SHOWN[shown[row]])
+            for namespace, hashes, rows in spaces
+            for digest, row in zip(hashes, rows, strict=True)
+            if shown[row]
+        )
 
     def check(self) -> list[str]:
         """Return what is wrong, in words."""

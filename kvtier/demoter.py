@@ -82,7 +82,8 @@ class Demoter:
         deadline = time.monotonic() + timeout
         wanted = self._mover.unsaved()
         begun: set[int] = set()
-        for row, unsaved in wanted.items():
+        # Heads first: a caller of contiguous prefixes has no use for a tail alone.
+        for row, unsaved in sorted(wanted.items(), key=lambda item: item[1].record.position):
             with self._work:
                 if not self._work.wait_for(self._has_room, deadline - time.monotonic()):
                     return len(wanted) - len(begun - self._writing)
@@ -119,7 +120,10 @@ class Demoter:
             unsaved = self._mover.let_go(self._excess())
             with self._work:
                 room = self._writes_max - len(self._writing)
-            writes = [self._begin(row, unsaved[row]) for row in list(unsaved)[: max(room, 0)]]
+            if self._catalog.contiguous:
+                unsaved = self._mover.with_heads(unsaved)
+            due = [row for row in unsaved if row not in self._writing]
+            writes = [self._begin(row, unsaved[row]) for row in due[: max(room, 0)]]
         for write in writes:
             self._writer.submit(write)
         return True

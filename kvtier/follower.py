@@ -264,10 +264,12 @@ class Follower:
 
     def _enter(self, entries: Entries) -> None:
         catalog = self._catalog
-        names = ("hash", "tenant", "position")
+        names = ("hash", "tenant", "position", "expiry_ns")
         columns = [entries[name].tolist() for name in names]
         with catalog.changed:
-            for place, digest, tenant, position in zip(_places(entries), *columns, strict=True):
+            for place, digest, tenant, position, expiry_ns in zip(
+                _places(entries), *columns, strict=True
+            ):
                 where = Location(*place)
                 block = BlockId(self._namespace, digest)
                 self._damaged.pop(block, None)
@@ -275,9 +277,15 @@ class Follower:
                 row = catalog.find(block)
                 if row is not None and catalog.state(row, Tier.SSD) is CopyState.READY:
                     catalog.relocate(row, where)
+                    catalog.retain(row, 0, expiry_ns)
                     continue
                 row = catalog.begin(
-                    block, Tier.SSD, "write", tenant_digest=tenant, position=position
+                    block,
+                    Tier.SSD,
+                    "write",
+                    tenant_digest=tenant,
+                    position=position,
+                    expiry_ns=expiry_ns,
                 )
                 catalog.commit(row, Tier.SSD, where)
 

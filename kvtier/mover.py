@@ -186,6 +186,21 @@ class Mover:
         with self._catalog.changed:
             return self._unsaved | self._refused
 
+    def with_heads(self, rows: dict[int, Unsaved]) -> dict[int, Unsaved]:
+        """Return unsaved copies, each after those of its prompt before it that are unsaved too."""
+        ordered: dict[int, Unsaved] = {}
+        with self._catalog.changed:
+            unsaved = self._unsaved | self._refused
+            for tail in rows:
+                chain, row = [], tail
+                while row in unsaved and row not in ordered:
+                    chain.append(row)
+                    record = unsaved[row].record
+                    before = self._catalog.find(BlockId(record.id.namespace, record.parent))
+                    row = -1 if before is None else before
+                ordered.update((row, unsaved[row]) for row in reversed(chain))
+        return ordered
+
     def is_unsaved(self, row: int, what: Unsaved) -> bool:
         """Whether a row still is what ``unsaved`` said."""
         with self._catalog.changed:

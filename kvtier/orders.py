@@ -39,6 +39,7 @@ class Orders:
         positions: array[int],
         slot_bytes: array[int],
     ) -> None:
+        self._contiguous = policy.contiguous
         self.has = array("B")  # the sum of the bits of the tiers whose order has a row
         self._priority = array("b")
         self._deadlines = Deadlines()
@@ -71,15 +72,17 @@ class Orders:
         np.asarray(self.has)[rows] |= BIT[tier]
         self._ranks[tier].enter(rows)
 
-    def announce(self, rows: Iterable[int], tier: Tier) -> None:
+    def announce(self, rows: Iterable[int], tiers: Iterable[Tier]) -> None:
         """Let rows be ordered with the others of the next ``touch``."""
-        has, bit = self.has, BIT[tier]
+        has, bits = self.has, sum(BIT[tier] for tier in tiers)
         for row in rows:
-            has[row] |= bit
+            has[row] |= bits
 
     def touch(self, rows: Sequence[int], tier: Tier) -> None:
         """Order those of one prompt's rows, tail to head, that are in."""
         has, bit = self.has, BIT[tier]
+        if self._contiguous and self._retained:
+            self._lift(rows)
         self._ranks[tier].touch([row for row in rows if has[row] & bit])
 
     def missing(self, rows: Iterable[int], tier: Tier) -> list[int]:
@@ -127,8 +130,8 @@ class Orders:
     def retain(self, row: int, priority: int, expiry_ns: int) -> None:
         """Raise a priority and put off an expiry (0: for good), where that is more."""
         before, expired = self._deadlines.column[row], self.has_expired(row)
-        self._retained = True
         if priority > self._priority[row]:
+            self._retained = True
             self._rank(row, priority)
         if expired or (before and (not expiry_ns or expiry_ns > before)):
             self._deadlines.set(row, expiry_ns)
@@ -147,6 +150,14 @@ class Orders:
         for row in rows:
             self._rank(row, EXPIRED)
         return rows
+
+    def _lift(self, rows: Iterable[int]) -> None:
+        """Give each of a prompt's rows the highest priority of those after it; tail to head."""
+        highest = EXPIRED
+        for row in rows:
+            highest = max(highest, self._priority[row])
+            if EXPIRED < self._priority[row] < highest:
+                self._rank(row, highest)
 
     def _rank(self, row: int, priority: int) -> None:
         tiers = SHOWN[self.has[row]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from kvtier.rings import Rings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    import numpy as np
 
 __all__ = ["Lru", "MakePolicy", "Policy", "Sieve", "Values"]
 
@@ -50,12 +50,17 @@ class Policy(Protocol):
 class MakePolicy(Protocol):
     """How a policy is made, once for every tier and priority in use."""
 
+    contiguous: bool
+    """Whether no row goes before one that follows it in a prompt."""
+
     def __call__(self, values: Values | None = None) -> Policy:
         """Return an empty order over rows of these values."""
 
 
 class Lru:
     """Least recently used first. A prompt is touched tail to head: its head survives longest."""
+
+    contiguous = False
 
     def __init__(self, values: Values | None = None) -> None:
         del values  # recency is all that counts
@@ -67,7 +72,7 @@ class Lru:
 
     def enter(self, rows: np.ndarray[Any, Any]) -> None:
         """Note a use of many rows at once, like ``touch``; distinct, and none of them is in."""
-        self._rings.enter(rows, 0)
+        self._rings.enter(rows, np.zeros_like(rows))
 
     def forget(self, rows: Iterable[int]) -> None:
         """Take rows out; unknown ones are ignored."""
@@ -87,6 +92,8 @@ class Sieve:
     first pass. What enters is the newest and unused.
     """
 
+    contiguous = False
+
     def __init__(self, values: Values | None = None) -> None:
         del values
         self._rings = Rings()
@@ -104,7 +111,7 @@ class Sieve:
 
     def enter(self, rows: np.ndarray[Any, Any]) -> None:
         """Enter many rows at once; distinct, and none of them is in."""
-        self._rings.enter(rows, 0)
+        self._rings.enter(rows, np.zeros_like(rows))
         self._grow(int(rows.max()) if rows.size else -1)
 
     def forget(self, rows: Iterable[int]) -> None:

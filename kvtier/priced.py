@@ -54,6 +54,8 @@ class Priced:
     ring for each level replaces a heap. 18 bytes a row; a victim costs a look at the levels in use.
     """
 
+    contiguous = False
+
     def __init__(self, values: Values | None = None) -> None:
         self._values = values
         self._rings = Rings(_LEVELS)
@@ -120,14 +122,8 @@ class Priced:
             level_of[row] = level
 
     def _place_all(self, rows: np.ndarray[Any, Any], levels: np.ndarray[Any, Any]) -> None:
-        if any(map(self._rings.__contains__, rows.tolist())) if len(self._level) else False:
-            raise ValueError("enter: a row is in the order already; touch it instead")
-        order = np.argsort(levels, kind="stable")
-        grouped = levels[order]
-        for some in np.split(order, np.flatnonzero(np.diff(grouped)) + 1):
-            level = int(levels[some[0]])
-            self._rings.enter(rows[some], level)
-            self._in_use.add(level)
+        self._rings.enter(rows, levels)
+        self._in_use.update(np.unique(levels).tolist())
         self._grow(int(rows.max()))
         np.asarray(self._priority)[rows] = self._clock + np.array(_WEIGHTS)[levels]
         np.asarray(self._level)[rows] = levels
@@ -147,6 +143,8 @@ class PrefixClosed(Priced):
     first. So priorities never fall towards the head, along any chain of blocks.
     """
 
+    contiguous = True
+
     def touch(self, rows: Iterable[int]) -> None:
         """Note a use of one prompt's rows, tail to head; unknown rows enter."""
         rows = list(rows)
@@ -156,14 +154,17 @@ class PrefixClosed(Priced):
         highest, its_level, stays = 0.0, 0, False
         for row, own in zip(rows, self._levels_of(rows), strict=True):
             level, least = own, clock + _WEIGHTS[own]
-            if least < highest:
+            if least <= highest:
                 level, least = its_level, highest
             if row in self._rings:
                 has = self._priority[row]
-                behind = stays and has == least and self._level[row] == level
-                if has > least or behind:
+                # At the same priority it stays behind what stays, and goes behind what was moved,
+                # but not to a lower level: rows that follow it may be there.
+                if has > least or (has == least and (stays or least > highest)):
                     highest, its_level, stays = has, self._level[row], True
                     continue
+                if has == least:
+                    level = max(level, self._level[row])
             placed.append(row)
             at.append(level)
             highest, its_level, stays = clock + _WEIGHTS[level], level, False

@@ -25,6 +25,7 @@ PRIORITIES: Final = range(-8, 8)
 EXPIRED: Final = PRIORITIES.start - 1
 """The priority of what has expired: it goes before all else."""
 NEVER_NS: Final = 0
+_NS_MAX: Final = (1 << 63) - 1
 TTL_S_MAX: Final = 100 * 365 * 86400
 
 
@@ -67,6 +68,7 @@ class Deadlines:
 
     def set(self, row: int, expiry_ns: int) -> None:
         """Say when a row expires; 0 for never."""
+        expiry_ns = min(expiry_ns, _NS_MAX)  # a record may say more than the column holds
         before = self.column[row]
         if before == expiry_ns:
             return
@@ -79,7 +81,7 @@ class Deadlines:
 
     def restore(self, expiry_ns: np.ndarray[Any, Any]) -> None:
         """Append the expiries of a table of blocks."""
-        append_all(self.column, expiry_ns)
+        append_all(self.column, np.minimum(expiry_ns, _NS_MAX))
         self._rebuild()
 
     def _rebuild(self) -> None:

@@ -51,22 +51,25 @@ class Rings:
             after[newest] = before[ring] = place
             before[place], after[place] = newest, ring
 
-    def enter(self, rows: np.ndarray[Any, Any], ring: int) -> None:
-        """Make many rows the newest of a ring, like ``move``; distinct, and in no ring yet.
+    def enter(self, rows: np.ndarray[Any, Any], rings: np.ndarray[Any, Any]) -> None:
+        """Make many rows the newest of their rings, like ``move``; distinct, and in no ring yet.
 
         Raises ``ValueError`` and changes nothing if one of them is in a ring.
         """
         if not rows.size:
             return
         self._grow(int(rows.max()) + self._ends)
-        places = rows + self._ends
+        grouped = np.argsort(rings, kind="stable")
+        places, rings = rows[grouped] + self._ends, rings[grouped]
         if (np.asarray(self._before)[places] != _OUT).any():
             raise ValueError("enter: a row is in the order already; touch it instead")
         # Views live only here: an array that is looked into cannot grow.
         after, before = np.asarray(self._after), np.asarray(self._before)
-        chain = np.concatenate([before[ring : ring + 1], places, [ring]])
-        after[chain[:-1]] = chain[1:]
-        before[chain[1:]] = chain[:-1]
+        for some in np.split(np.arange(len(rings)), np.flatnonzero(np.diff(rings)) + 1):
+            ring = int(rings[some[0]])
+            chain = np.concatenate([before[ring : ring + 1], places[some], [ring]])
+            after[chain[:-1]] = chain[1:]
+            before[chain[1:]] = chain[:-1]
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out; those that are in no ring are ignored."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.entries import Entries
 
-__all__ = ["U32_MAX", "BlockRows", "Interned", "Places", "append_all", "use_order"]
+__all__ = ["U32_MAX", "BlockRows", "Interned", "Places", "append_all", "prefix_order", "use_order"]
 
 U32_MAX: Final = (1 << 32) - 1
 _NAMES_CHUNK: Final = 1 << 16
@@ -101,6 +101,11 @@ class BlockRows:
     def of(self, namespace: bytes) -> Mapping[bytes, int]:
         """Return the row of each block hash of a namespace, in no order; a live view."""
         return self._by_hash.get(namespace, {})
+
+    def known(self, namespace: bytes, hashes: Iterable[bytes]) -> list[int]:
+        """Return the rows of those of these blocks that have one, in their order."""
+        of = self.of(namespace).get
+        return [row for row in map(of, hashes) if row is not None]
 
     def spaces(self) -> Mapping[bytes, Mapping[bytes, int]]:
         """Return ``of`` for every namespace that has a row; a live view."""
@@ -272,6 +277,26 @@ def use_order(entries: Entries) -> np.ndarray[Any, np.dtype[np.intp]]:
     _, use = np.unique(entries["last_use_ns"], return_inverse=True)
     ahead = U32_MAX - np.minimum(entries["position"], U32_MAX)
     return np.argsort(use.astype(np.uint64) << np.uint64(32) | ahead)
+
+
+def prefix_order(entries: Entries) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return the same, but no block before one that follows it in a prompt, whatever was recorded.
+
+    Uses are recorded in part when the store dies; a block counts as used when its last child was.
+    """
+    words = (np.ascontiguousarray(entries[name]).view("<u8")[::4] for name in ("hash", "parent"))
+    names, parents = words  # 64 bits of each hash: enough for an order
+    sorted_ = np.argsort(names)
+    at = np.minimum(np.searchsorted(names, parents, sorter=sorted_), max(len(names) - 1, 0))
+    before = sorted_[at] if len(names) else at
+    found = names[before] == parents
+    use = np.minimum(entries["last_use_ns"], np.iinfo(np.int64).max).astype(np.int64)
+    position = np.minimum(entries["position"], U32_MAX).astype(np.int64)
+    deepest = np.argsort(-position, kind="stable")
+    for rows in np.split(deepest, np.flatnonzero(np.diff(position[deepest])) + 1):
+        known = rows[found[rows]]
+        np.maximum.at(use, before[known], use[known])
+    return np.lexsort((-position, use))
 
 
 def append_all(column: array[int], values: np.ndarray[Any, Any]) -> None:

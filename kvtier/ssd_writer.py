@@ -18,6 +18,7 @@ from kvtier.catalog import CopyState
 from kvtier.errors import KVTierError, StoreClosed, StoreFailed
 from kvtier.lane import Lane
 from kvtier.plan import Tier
+from kvtier.tiers.base import BlockId
 from kvtier.write_rule import PendingWrite, WriteRule
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvtier.config import StoreConfig
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
-    from kvtier.tiers.base import BlockId, Location, Record
+    from kvtier.tiers.base import Location, Record
     from kvtier.tiers.ssd import SsdTier
     from kvtier.tiers.write_budget import WriteBudget
 
@@ -222,7 +223,7 @@ class SsdWriter:
                 write.done(self._catalog.location(write.row, Tier.SSD) if ready else None)
                 continue
             self._catalog.begin(write.record.id, Tier.SSD, "write")
-            if write.record.id in undropped:  # its old, damaged record is still in the index
+            if write.record.id in undropped or self._is_cut_off(write.record):
                 self._give_up(write, "abort")
             elif not self._wanted(write, len(new)):
                 self._metrics.add("ssd_declined_blocks")
@@ -253,6 +254,14 @@ class SsdWriter:
         with self._work:
             if self._stored_blocks():
                 self._work.notify_all()
+
+    def _is_cut_off(self, record: Record) -> bool:
+        """Whether a block could not be reached for want of the one before it."""
+        if not (self._catalog.contiguous and record.position):
+            return False
+        row = self._catalog.find(BlockId(record.id.namespace, record.parent))
+        there = CopyState.READY, CopyState.WRITING
+        return row is None or self._catalog.state(row, Tier.SSD) not in there
 
     def _state(self, row: int) -> CopyState:
         """Return the state of a row's copy on the SSD, once no commit is evicting it any more."""

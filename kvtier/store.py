@@ -67,6 +67,7 @@ def open_store(
     fs: FileSystem | None = None,
     clock: Callable[[], float] = time.monotonic,
     trace: Trace | None = None,
+    now_ns: Callable[[], int] = time.time_ns,
     **bounds: Any,
 ) -> Store:
     """Open ``path`` as this process's store for ``spec``, creating it if it is empty or new.
@@ -74,8 +75,8 @@ def open_store(
     ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what
     the directory occupies, data and index, and ``ssd_write_bytes_per_day`` what is written to it in
     any 24 hours. ``device`` names what recomputes, since costs are kept per device. ``links`` slows
-    tiers down; ``fs`` and ``clock`` are seams for tests; ``trace`` records what the lanes do.
-    Further keywords are the other fields of ``StoreConfig``.
+    tiers down; ``fs``, ``clock`` and ``now_ns`` (since 1970) are seams for tests; ``trace`` records
+    what the lanes do. Further keywords are the other fields of ``StoreConfig``.
 
     Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError``
     naming the setting.
@@ -92,7 +93,7 @@ def open_store(
     )
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
     fs = fs or PosixFileSystem()
-    return Store(os.fspath(path), spec, config, device, throttles, fs, clock, trace)
+    return Store(os.fspath(path), spec, config, device, throttles, fs, clock, now_ns, trace)
 
 
 class Store(StoreView):
@@ -107,10 +108,12 @@ class Store(StoreView):
         links: Mapping[Tier, LinkThrottle],
         fs: FileSystem,
         clock: Callable[[], float],
+        now_ns: Callable[[], int],
         trace: Trace | None,
     ) -> None:
         super().__init__(path, spec, config, clock, trace)
         self._priced_samples = 0
+        self._now_ns = now_ns
         host_blocks_max = self._host_room()
         self._directory = StoreDirectory(path, fs)
         with ExitStack() as undo:
@@ -161,7 +164,7 @@ class Store(StoreView):
             config.ssd_write_bytes_per_day,
             saved=self._directory.read_writes(),
             save=self._directory.write_writes,
-            now_ns=time.time_ns,
+            now_ns=self._now_ns,
         )
         self._ssd = self._open_ssd(fs, metrics)
         undo.callback(self._ssd.close)
@@ -170,8 +173,9 @@ class Store(StoreView):
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
         catalog = Catalog(
-            POLICY[config.policy], prices=self._prices(profiler.costs), first_change=time.time_ns()
-        )
+            POLICY[config.policy], prices=self._prices(profiler.costs),
+            first_change=time.time_ns(), now_ns=self._now_ns,
+        )  # fmt: skip
         catalog.restore(self._ssd.take_entries())
         host = HostTier(
             block_bytes,
@@ -345,8 +349,8 @@ class Store(StoreView):
         """
         self._check_open()
         limit = self.config.slot_wait_s_max if timeout is None else timeout
-        purge = Purge.of(namespace, tenant, older_than_s, time.time_ns())
         self._prefetcher.let_go()  # what is kept for restores to come is purged too
+        purge = Purge.of(namespace, tenant, older_than_s, self._now_ns())
         # Puts under way come first; what host memory alone has needs no write to be destroyed.
         self._check_settled(self._writeback.flush(self.config.close_s_max), self.config.close_s_max)
         result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)

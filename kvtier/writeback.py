@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,7 +131,7 @@ class Writeback:
         """
         with self._work:
             room = self._config.write_queue_blocks_max - self._unsettled
-        now_ns, asked = time.time_ns(), retention or Retention()
+        now_ns, asked = self._catalog.now_ns(), retention or Retention()
         expiry_ns = asked.expiry_ns(now_ns)
         new: list[int] = []
         rewritten: list[tuple[int, int]] = []
@@ -146,7 +145,6 @@ class Writeback:
                         self._catalog.retain(row, asked.priority, expiry_ns)
                     free = self._demote or room > len(new) + len(rewritten)
                     if free and self._only_in_host(row):
-                        self._catalog.ask(row)  # what nobody loads, but is computed again
                         rewritten.append((block, row))
                 elif len(new) + (not self._demote) * len(rewritten) >= room:
                     dropped += 1
@@ -164,8 +162,10 @@ class Writeback:
                 expiry_ns=expiry_ns,
             )
             coming = [*rows, *(row for _, row in rewritten)]
-            if coming:
-                self._catalog.announce(keys.namespace, keys.hashes[: max(wanted) + 1], coming)
+            if coming or retention is not None:
+                self._catalog.announce(
+                    keys.namespace, keys.hashes[: max(wanted, default=-1) + 1], coming
+                )
 
             def record(block: int) -> Record:
                 return Record(

@@ -4,10 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtier.catalog import Catalog, CopyState
 from kvtier.plan import Tier
+from kvtier.policies import POLICY
 from kvtier.policy import Lru
+from kvtier.prices import Prices
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.entries import ENTRY
 from kvtier.tiers.index import Use
@@ -49,7 +53,7 @@ AFTER = {
 
 def block(number: int, namespace: bytes = NS) -> BlockId:
     """Return a made-up block."""
-    return BlockId(namespace, number.to_bytes(32, "big"))
+    return BlockId(namespace, number.to_bytes(32, "little"))
 
 
 def where(number: int) -> Location:
@@ -527,7 +531,7 @@ def test_rows_are_selected_by_namespace_tenant_and_age() -> None:
         )
     )
     fresh = catalog.begin(block(4), Tier.HOST, "write", tenant_digest=T2, position=7, now_ns=40)
-    assert catalog.position(fresh) == 7
+    assert catalog._rows.positions[fresh] == 7
     one, two, three = (catalog.find(block(n, ns)) for n, ns in ((1, NS), (2, NS), (3, OTHER)))
     for (namespace, tenant, before), expected in {
         (None, None, None): [one, two, three, fresh],
@@ -618,3 +622,210 @@ def test_check_notices_books_that_do_not_balance() -> None:
     catalog._copies.shown[row] = 0
     catalog._rows._free.append(row)
     assert len(catalog.check()) == 4
+
+
+# -- orders
+
+
+def prompt(numbers: list[int], namespace: bytes = NS) -> list[bytes]:
+    """Return made-up hashes."""
+    return [block(number, namespace).hash for number in numbers]
+
+
+def put(catalog: Catalog, numbers: list[int], *, evict: int = 0) -> list[int]:
+    """Announce a prompt's blocks, then write them to the SSD head first; returns their rows."""
+    hashes = prompt(numbers)
+    new = [digest for digest in hashes if catalog.residency(NS, [digest]) == (None,)]
+    at = [hashes.index(digest) for digest in new]
+    rows = catalog.begin_all(NS, new, Tier.SSD, "write", positions=at)
+    catalog.announce(NS, hashes, rows, [Tier.SSD])
+    if evict:
+        catalog.end_all(catalog.evict(Tier.SSD, evict), Tier.SSD, "evicted")
+    for row in rows:
+        catalog.commit(row, Tier.SSD, where(row))
+    return [row for row in map(catalog.find, map(block, numbers)) if row is not None]
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_a_fresh_prompt_loses_its_tail_first(name: str) -> None:
+    """However a put's blocks are committed, its head outlives its tail, whatever the policy."""
+    catalog = Catalog(POLICY[name])
+    rows = put(catalog, [0, 1, 2, 3])
+    assert [*catalog.evict(Tier.SSD, 2), *catalog.evict(Tier.SSD, 2)] == rows[::-1]
+
+
+def test_a_put_orders_what_was_there_before_it() -> None:
+    """Blocks that a put extends stay at least as long as what it adds, and count no use for it."""
+    catalog = Catalog(Lru)
+    head = put(catalog, [0, 1])
+    other = put(catalog, [7])
+    rows = put(catalog, [0, 1, 2, 3])
+    assert rows[:2] == head
+    assert [catalog.asked(row) for row in rows] == [1, 1, 1, 1]
+    assert catalog.evict(Tier.SSD, 5) == [*other, *rows[::-1]]
+
+
+def test_no_room_is_made_for_what_is_worth_less() -> None:
+    """Eviction stops at a copy on its way: what is worth more than it stays."""
+    catalog = Catalog(POLICY["priced"])
+    dear, cheap = put(catalog, [0]) + put(catalog, [1])
+    for now in range(9):
+        catalog.touch(NS, prompt([0]), now)
+    coming = catalog.begin_all(NS, prompt([5]), Tier.SSD, "write", positions=[0])
+    catalog.announce(NS, prompt([5]), coming, [Tier.SSD])
+    assert catalog.evict(Tier.SSD, 2) == [cheap]
+    assert catalog.evict(Tier.SSD, 2) == []
+    assert catalog.state(dear, Tier.SSD) is CopyState.READY
+    catalog.end_all(coming, Tier.SSD, "decline")
+    assert catalog.evict(Tier.SSD, 2) == [dear]
+
+
+def test_what_is_declined_ages_what_stays() -> None:
+    """Fresh blocks that find no room find it in the end: the clock goes on with each of them."""
+    catalog = Catalog(POLICY["priced"])
+    (dear,) = put(catalog, [0])
+    for now in range(9):
+        catalog.touch(NS, prompt([0]), now)
+    declined = 0
+    while True:
+        number = 100 + declined
+        coming = catalog.begin_all(NS, prompt([number]), Tier.SSD, "write", positions=[0])
+        catalog.announce(NS, prompt([number]), coming, [Tier.SSD])
+        if catalog.evict(Tier.SSD, 1) == [dear]:
+            break
+        catalog.end_all(coming, Tier.SSD, "decline")
+        declined += 1
+    assert 8 <= declined <= 10
+
+
+def test_a_copy_given_up_blocks_nobody() -> None:
+    """What was announced and did not come is in nobody's way, even if it was never said."""
+    catalog = Catalog(Lru)
+    (old,) = put(catalog, [0])
+    (row,) = catalog.begin_all(NS, prompt([1]), Tier.HOST, "write", positions=[0])
+    catalog.announce(NS, prompt([1]), [row])
+    catalog.commit(row, Tier.HOST, where(1))
+    catalog.touch(NS, prompt([0]), 1)  # the block that never came to the SSD is the first there
+    assert catalog.evict(Tier.SSD, 1) == [old]
+
+
+def test_a_copy_in_host_is_cheap_where_the_ssd_has_it() -> None:
+    """In host memory the only copy of a block outlives one that is on the SSD as well."""
+    catalog = Catalog(POLICY["priced"], prices=Prices((8.0,), 1.0))
+    both, only = (ready(catalog, n, Tier.HOST) for n in (1, 2))
+    catalog.begin(block(1), Tier.SSD, "write")
+    catalog.commit(both, Tier.SSD, where(1))
+    catalog.touch(NS, prompt([2, 1]), 1)
+    assert catalog.evict(Tier.HOST, 2) == [both, only]
+
+
+def test_uses_outlive_the_block() -> None:
+    """A block that comes back starts with the uses of its earlier life, and one more."""
+    catalog = Catalog(Lru)
+    (row,) = put(catalog, [1])
+    for now in range(3):
+        catalog.touch(NS, prompt([1]), now)
+    assert catalog.asked(row) == 4
+    catalog.end(row, Tier.SSD, "drop")
+    assert catalog.find(block(1)) is None
+    (again,) = put(catalog, [1])
+    assert catalog.asked(again) == 5
+    (fresh,) = put(catalog, [2])
+    assert catalog.asked(fresh) == 1
+
+
+def test_uses_are_counted_up_to_a_bound() -> None:
+    """A block that is asked for all the time has as many uses as fit, here and in its next life."""
+    catalog = Catalog(Lru)
+    (row,) = put(catalog, [1])
+    for now in range(300):
+        catalog.touch(NS, prompt([1]), now)
+    assert catalog.asked(row) == 255
+    catalog.end(row, Tier.SSD, "drop")
+    assert [catalog.asked(row) for row in put(catalog, [1])] == [255]
+
+
+def test_new_prices_count_from_the_next_touch() -> None:
+    """A recalibration reorders nothing by itself."""
+    catalog = Catalog(POLICY["priced"], prices=Prices((1.0, 9.0)))
+    first, second = put(catalog, [0, 1])
+    catalog.reprice(Prices((9.0, 1.0)))
+    assert catalog._columns.victims(Tier.SSD, 2) == [first, second]
+    catalog.touch(NS, prompt([0, 1]), 1)
+    assert catalog._columns.victims(Tier.SSD, 2) == [second, first]
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_pinned_rows_are_skipped_not_lost(name: str) -> None:
+    """A full tier evicts around its pins; a row let go is a victim like before."""
+    catalog = Catalog(POLICY[name])
+    rows = put(catalog, list(range(8)))
+    order = catalog._columns.victims(Tier.SSD, 8)
+    for row in order[:3]:
+        catalog.pin(row, Tier.SSD)
+    gone = catalog.evict(Tier.SSD, 3)
+    assert gone == order[3:6]
+    catalog.end_all(gone, Tier.SSD, "evicted")
+    for row in order[:3]:
+        catalog.unpin(row, Tier.SSD)
+    assert sorted(catalog.evict(Tier.SSD, 9)) == sorted(set(rows) - set(gone))
+
+
+PARENTS = (-1, 0, 1, 2, 1, 4, 0, 6, -1, 8, 8)
+
+
+def line(leaf: int) -> list[int]:
+    """Return the numbers of a block of a tree and of all before it, head first."""
+    numbers = [leaf]
+    while PARENTS[numbers[0]] >= 0:
+        numbers.insert(0, PARENTS[numbers[0]])
+    return numbers
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "put", "touch", "evict", "reopen"]),
+            st.sampled_from(range(len(PARENTS))),
+            st.integers(0, 3),
+        ),
+        max_size=40,
+    )
+)
+def test_a_stored_block_can_be_reached_under_prefix_closed(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    """Over puts, uses and evictions of a tree of prompts no stored block lacks the one before it.
+
+    Also after a restart at which only some of the uses were recorded.
+    """
+    prices = Prices(tuple(1 + position for position in range(8)))
+    catalog = Catalog(POLICY["prefix-closed"], prices=prices)
+    for now, (what, leaf, count) in enumerate(steps):
+        numbers = line(leaf)
+        if what == "put":
+            put(catalog, numbers, evict=count)
+        elif what == "touch":
+            catalog.touch(NS, prompt(numbers), now)
+        elif what == "evict":
+            catalog.end_all(catalog.evict(Tier.SSD, count), Tier.SSD, "evicted")
+        else:
+            catalog = reopened(catalog, leaf, prices)
+        stored = [n for n in range(len(PARENTS)) if catalog.find(block(n)) is not None]
+        assert all(PARENTS[n] < 0 or PARENTS[n] in stored for n in stored)
+        assert catalog.check() == []
+
+
+def reopened(catalog: Catalog, lost: int, prices: Prices) -> Catalog:
+    """Return a catalog of what this one has on the SSD; the last use of one block was lost."""
+    stored = [n for n in range(len(PARENTS)) if catalog.find(block(n)) is not None]
+    made = entries(
+        *((block(n), where(n), 5 if n == lost else 9 + n % 3, len(line(n)), T1) for n in stored)
+    )
+    for entry, number in zip(made, stored, strict=True):
+        if PARENTS[number] >= 0:
+            entry["parent"] = np.void(block(PARENTS[number]).hash)
+    again = Catalog(POLICY["prefix-closed"], prices=prices)
+    again.restore(made)
+    return again

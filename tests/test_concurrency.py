@@ -21,6 +21,7 @@ from support import (
     HeldSlots,
     assert_sound,
     bring_back,
+    eventually,
     faulty_index,
     fill_slots,
     filled_slots,

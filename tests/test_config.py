@@ -121,3 +121,9 @@ def test_bad_value_names_its_field(name: str, value: Any) -> None:
     """A value out of range or of another type is refused, and the message names the field."""
     with pytest.raises((ValueError, TypeError), match=name):
         StoreConfig(**{"host_bytes": 0, "ssd_bytes": 0, name: value})
+
+
+def test_tails_alone_are_of_no_use_to_contiguous_callers() -> None:
+    """tails_only drops heads, which prefix-closed exists to keep: together they are refused."""
+    with pytest.raises(ValueError, match=r"tails_only.*prefix-closed"):
+        StoreConfig(host_bytes=0, ssd_bytes=0, policy="prefix-closed", tails_only=True)

@@ -33,6 +33,7 @@ from test_store_model import BLOCKS, PROMPTS, blocks
 
 import kvtier
 from kvtier import TransferFailed
+from kvtier.config import POLICIES
 
 if TYPE_CHECKING:
     from kvtier import BlockKeys
@@ -73,9 +74,10 @@ class DemoteModel(RuleBasedStateMachine):
         self.durable: set[bytes] = set()
         self.store: kvtier.Store | None = None
 
-    @initialize(host=hosts, ssd=st.sampled_from(sorted(SSDS)))
-    def start(self, host: str, ssd: str) -> None:
+    @initialize(host=hosts, ssd=st.sampled_from(sorted(SSDS)), order=st.sampled_from(POLICIES))
+    def start(self, host: str, ssd: str, order: str) -> None:
         """Open a new store."""
+        self.policy = order
         self.roomy = ssd == "roomy"
         self.ssd = SSDS[ssd]
         self.store = self._open(host, "demote")
@@ -89,6 +91,7 @@ class DemoteModel(RuleBasedStateMachine):
             slot_wait_s_max=WAIT_S,
             staging_blocks_max=STAGING,
             write_batch_blocks_max=4,
+            policy=self.policy,
             **HOSTS[host],
             **self.ssd,
         )

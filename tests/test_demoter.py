@@ -26,6 +26,7 @@ from support import (
 
 import kvtier
 from kvtier import PutResult, StoreFailed, Tier, TransferFailed
+from kvtier.config import POLICIES
 from kvtier.mover import Unsaved
 from kvtier.tiers.base import BlockId
 
@@ -117,9 +118,10 @@ def test_a_close_writes_what_is_only_in_host(demoting: Open) -> None:
     assert bring_back(demoting(), prompt_keys(6)).loaded == 6
 
 
-def test_what_host_memory_lets_go_of_is_written(demoting: Open) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_host_memory_lets_go_of_is_written(demoting: Open, policy: str) -> None:
     """Blocks beyond the host tier reach the SSD by themselves; none is lost."""
-    store = demoting()
+    store = demoting(policy=policy)
     prompts = [prompt_keys(6, seed) for seed in range(6)]
     for keys in prompts:
         assert put(store, keys).stored == 6
@@ -498,9 +500,12 @@ def test_pinned_copies_stay_whatever_the_marks_say(open_store: Open) -> None:
         assert store.lookup(kept).tiers == (Tier.HOST,) * 8
 
 
-def test_a_burst_larger_than_host_memory_goes_at_the_disks_speed(demoting: Open) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_burst_larger_than_host_memory_goes_at_the_disks_speed(
+    demoting: Open, policy: str
+) -> None:
     """One put of many times the host tier is stored whole: it waits, within its bound."""
-    store = demoting()
+    store = demoting(policy=policy)
     keys = prompt_keys(80)
     assert put(store, keys) == PutResult(80, 0, 0)
     eventually(lambda: is_relieved(store))

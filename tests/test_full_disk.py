@@ -205,9 +205,12 @@ def test_without_punching_and_direct_io(disk: Path) -> None:
 
 @of(mount_ramfs, mount_ext4)
 def test_slots_of_another_size_get_the_disk(disk: Path) -> None:
-    """When blocks of another size want the whole budget, they get it, with and without holes."""
+    """When blocks of another size want the whole budget, they get it, with and without holes.
+
+    In the order of their use: a policy that weighs a byte's worth may decline some of the larger.
+    """
     other = variant(layers=5)
-    limit = {"ssd_bytes": "4MiB", "segment_bytes_max": 128 << 10}
+    limit = {"ssd_bytes": "4MiB", "segment_bytes_max": 128 << 10, "policy": "lru"}
     with open_on(disk, **limit) as store:
         for seed in range(20):
             put(store, prompt_keys(BLOCKS, seed))
