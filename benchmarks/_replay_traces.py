@@ -105,7 +105,9 @@ def nested(requests: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
         yield from nested(request.get("requests", ()))
 
 
-def agentic(name: str, sessions: Mapping[str, Any], users: Sequence[tuple[str, float, float]]) -> Trace:
+def agentic(
+    name: str, sessions: Mapping[str, Any], users: Sequence[tuple[str, float, float]]
+) -> Trace:
     """Return what ``users`` ask for: each one's session, when it begins, and how long a second is.
 
     Ids mean something within their session only, so users share what every session begins with:

@@ -35,6 +35,9 @@ class Hardware:
     ssd: str = "SSD 7 GB/s"
     host: str = "PCIe 5 x16"
 
+    def __str__(self) -> str:
+        return f"{self.model}, {self.device}, {self.ssd}"
+
     def block_bytes(self, block_tokens: int) -> int:
         """Return the bytes of one block."""
         return block_bytes(MODELS[self.model], block_tokens)
