@@ -61,7 +61,7 @@ class PricedWrites:
         self._seen = _Seen(trace)
         self._values = prices.last
         self._share = share
-        self._price = PRICE_MIN
+        self._price = 1.0  # that of a first block
 
     def admitted(self, number: int, missing: Sequence[int], outcome: Outcome) -> list[int]:
         """Return the missing blocks that are worth their write."""

@@ -121,7 +121,7 @@ class Stored:
             moved.evicted[tier] += len(victims)
             fitting = len(rows) - (over - len(victims))
             # A declined tail leaves its head in place.
-            catalog.end_all(rows[fitting:], tier, "decline")
+            catalog.end_all(rows[fitting:], tier, "decline" if what == "write" else "abort")
             rows = rows[:fitting]
         catalog.commit_all(rows, tier, [NOWHERE] * len(rows))
         moved.written[tier] += len(rows)
