@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from kvtier.history import History
+from kvtier.history import USES_MAX, History
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,9 @@ class _Seen:
 
     def uses(self, number: int) -> list[int]:
         """Count a request, and return the uses of each of its blocks."""
-        uses = []
-        for digest in self._requests[number].hashes:
-            uses.append(self._history.recall(digest) + 1)
-            self._history.note(digest, uses[-1])
+        hashes = self._requests[number].hashes
+        uses = [min(each + 1, USES_MAX) for each in self._history.recall(hashes)]
+        self._history.note(hashes, uses)
         return uses
 
 

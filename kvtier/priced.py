@@ -146,9 +146,9 @@ class PrefixClosed(Priced):
     touched before it and keeps the one that it has if that is higher; of equal ones the tail goes
     first. So priorities never fall towards the head, along any chain of blocks.
 
-    A dear tail keeps its whole chain, so values are bounded on both sides: no block outlives another
-    by more than eight times. On public traces that is never worse than LRU; unbounded it is better
-    on most and up to 17 % worse where prompts stop coming for good (``benchmarks/replay.py``).
+    A dear tail keeps its whole chain, so values are bounded on both sides: no block outlives
+    another by more than eight times. On public traces that is never worse than LRU; unbounded it is
+    better on most and up to 17 % worse where prompts stop coming for good.
     """
 
     contiguous = True
