@@ -48,6 +48,8 @@ class Options:
     """One pair of the smallest cases: whether it runs at all, for the tests."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Where things are, by option name; "" for what was not given."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """What a benchmark's own options were set to, by name; "" for what was not given."""
 
     @property
     def pairs(self) -> int:
@@ -64,19 +66,23 @@ def parse(
     parts: Sequence[str] = (),
     argv: Sequence[str] | None = None,
     paths: Mapping[str, str] | None = None,
+    values: Mapping[str, str] | None = None,
 ) -> Options:
-    """Read the options that every benchmark has, and ``paths``: folders by name, with a help."""
+    """Read the options that every benchmark has, ``paths`` and ``values``: by name, with a help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="smaller cases, for a first look")
     parser.add_argument("--json", metavar="FILE", default="", help="write the result; - is stdout")
     for name, what in (paths or {}).items():
         parser.add_argument(f"--{name}", metavar="DIR", default="", help=what)
+    for name, what in (values or {}).items():
+        parser.add_argument(f"--{name}", metavar="VALUE", default="", help=what)
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS}
     parser.add_argument("--only", action="append", default=[], choices=parts or None, **hidden)
     parser.add_argument("--smoke", action="store_true", **hidden)
     found = parser.parse_args(argv)
     places = {name: getattr(found, name) for name in paths or {}}
-    return Options(found.quick, found.json, tuple(found.only), found.smoke, places)
+    own = {name: getattr(found, name.replace("-", "_")) for name in values or {}}
+    return Options(found.quick, found.json, tuple(found.only), found.smoke, places, own)
 
 
 # -- measuring

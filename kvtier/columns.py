@@ -132,16 +132,19 @@ class Columns:
     def victims(self, tier: Tier, count: int) -> list[int]:
         """Return up to ``count`` READY, unpinned rows, first to go first.
 
-        From the SSD no more than come before those on their way to it.
+        What is on its way to the SSD makes room for itself whatever it is worth: else what was dear
+        once would stay for ever, and nothing new get in. Only of a lower priority it displaces
+        nothing.
         """
         states, pins = self.copies.states[tier], self.pins[tier]
         rows: list[int] = []
+        coming = PRIORITIES.stop
         for row in self.orders.victims(tier):
-            if len(rows) == count:
+            if len(rows) == count or self.orders.priority(row) > coming:
                 break
             if states[row] != CopyState.READY:
                 if tier is Tier.SSD and self._is_coming(row):
-                    break
+                    coming = min(coming, self.orders.priority(row))
             elif not pins[row]:
                 rows.append(row)
         return rows

@@ -127,6 +127,10 @@ class Orders:
         if self._retained:
             self.describe(rows, 0, 0)
 
+    def priority(self, row: int) -> int:
+        """Return a row's priority."""
+        return self._priority[row]
+
     def retain(self, row: int, priority: int, expiry_ns: int) -> None:
         """Raise a priority and put off an expiry (0: for good), where that is more."""
         before, expired = self._deadlines.column[row], self.has_expired(row)

@@ -358,7 +358,7 @@ class Prefetcher:
         waiters = self._queue.done(block)
         read = 0
         if self._trace is not None and row is not None and submitted is not None:
-            read = self._note_read(self._trace, row, submitted, waiters)
+            read = self._note_read(self._trace, submitted, waiters)
         hints = [waiter for waiter in waiters if isinstance(waiter, Promotion)]
         if hints:
             self._metrics.add("prefetch_failed_blocks" if row is None else "prefetched_blocks")
@@ -376,16 +376,16 @@ class Prefetcher:
             self._mover.unpin_host(row)
 
     def _note_read(
-        self, trace: Trace, row: int, submitted: float, waiters: Sequence[LoadTicket | Promotion]
+        self, trace: Trace, submitted: float, waiters: Sequence[LoadTicket | Promotion]
     ) -> int:
         """Note a read, as done for the first restore that waits for it, and return its event."""
-        sessions = [waiter.session for waiter in waiters if isinstance(waiter, LoadTicket)]
-        position = self._catalog.position(row)
-        return trace.add(
-            "read", "ssd", submitted, self._loop.time(),
-            session=sessions[0] if sessions else 0, start=position, stop=position + 1,
-            nbytes=self._block_bytes,
-        )  # fmt: skip
+        for waiter in waiters:
+            if isinstance(waiter, LoadTicket):
+                return trace.add(
+                    "read", "ssd", submitted, self._loop.time(), session=waiter.session,
+                    start=waiter.position, stop=waiter.position + 1, nbytes=self._block_bytes,
+                )  # fmt: skip
+        return trace.add("read", "ssd", submitted, self._loop.time(), nbytes=self._block_bytes)
 
     # -- the end
 
