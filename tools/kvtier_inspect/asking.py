@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier_inspect.looking import AsJson, epilog
+from kvtier_inspect.looking import AsJson, StorePath, epilog
 
 __all__ = ["declare"]
 
@@ -21,7 +21,6 @@ Namespace = Annotated[
 Tenant = Annotated[
     str | None, typer.Option("--tenant", help='Only this tenant\'s blocks ("": those of none).')
 ]
-Bundle = Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's file.")]
 
 
 def declare(app: typer.Typer) -> None:
@@ -33,6 +32,20 @@ def declare(app: typer.Typer) -> None:
             "size OPT-66B --tokens 512 --rate 10",
         )
     )(size)
+    app.command(
+        "export",
+        epilog=epilog(
+            "export /nvme/kvtier all.kvtb",
+            "export /nvme/kvtier one.kvtb --prefix-of 3f9a01 --tenant alice",
+        ),
+    )(export_)
+    app.command(
+        "import",
+        epilog=epilog(
+            "import /nvme/other all.kvtb --dry-run",
+            "import /nvme/other all.kvtb --ssd-bytes 200GiB",
+        ),
+    )(import_)
 
 
 def size(
@@ -68,3 +81,55 @@ def size(
         links=link or (),
         as_json=json,
     )
+
+
+def export_(
+    store: StorePath,
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The file to make.")],
+    *,
+    namespace: Namespace = "",
+    tenant: Tenant = None,
+    hashes: Annotated[
+        list[str] | None,
+        typer.Option("--hash", help="Only blocks whose hash begins so; repeat for more."),
+    ] = None,
+    prefix_of: Annotated[
+        str, typer.Option(help="Only this block and the blocks before it in its prompt.")
+    ] = "",
+    json: AsJson = False,
+) -> int:
+    """Copy blocks of a store, closed or live, to one portable compressed file.
+
+    Every block is verified as it is read. The file holds KV, which is as private as the prompts
+    it was made from.
+    """
+    from kvtier_inspect.exporting import Selection, run
+
+    chosen = Selection(namespace, tenant, tuple(hashes or ()), prefix_of)
+    return run(store, bundle, chosen, as_json=json)
+
+
+def import_(
+    store: StorePath,
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The file to read.")],
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Verify, write nothing.")] = False,
+    ssd_bytes: Annotated[
+        str,
+        typer.Option(
+            help="What the store may occupy on disk, such as 200GiB; no limit if not given."
+        ),
+    ] = "",
+    key_file: KeyFile = "",
+    json: AsJson = False,
+) -> int:
+    """Write a bundle's blocks into a store that no engine has open, making it if it is new.
+
+    CHANGES THE STORE. All of the bundle is verified before anything is written; blocks that are
+    there are left as they are, and nothing is evicted. An engine gives up what is over its own
+    budget when it opens the store. The bundle's checksums find damage, not forgery: import what
+    you trust, or give --key-file, and only blocks with that key's tag are taken.
+    """
+    from kvtier_inspect.importing import run
+
+    return run(store, bundle, key_file=key_file, ssd_bytes=ssd_bytes, dry_run=dry_run, as_json=json)

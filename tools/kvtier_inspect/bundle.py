@@ -23,8 +23,9 @@ import hmac
 import os
 import stat
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 
 import xxhash
 import zstandard
@@ -38,6 +39,7 @@ from kvtier.tiers.segment import (
     header_tag,
     keyed_tag,
 )
+from kvtier_inspect.render import count, safe, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +53,10 @@ __all__ = [
     "BundleReader",
     "Contents",
     "Summary",
+    "check_record",
     "place",
+    "summary_facts",
+    "summary_plain",
     "write_bundle",
 ]
 
@@ -174,7 +179,7 @@ class _Frame:
         wanted = min(PIECE_BYTES if size < 0 else size, self.left)
         data = self._file.read(wanted)
         if len(data) != wanted:
-            raise FormatError("the bundle became shorter while it was read")
+            raise FormatError("it became shorter while it was read")
         self.left -= wanted
         self._sha256.update(data)
         return data
@@ -188,12 +193,17 @@ class BundleReader:
     """
 
     def __init__(self, path: str, key: bytes = b"") -> None:
+        self._path = path
         self._key = key
         # A pipe that nobody writes to must not hold us; a bundle is read twice, so it is a file.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise FormatError(f"{path}: a bundle is read twice: it must be a file")
         self._file = os.fdopen(fd, "rb")
         try:
-            self._file_bytes, self.blocks_count, self._content_bytes = self._ends()
+            with self._named():
+                self._file_bytes, self.blocks_count, self.content_bytes = self._ends()
         except BaseException:
             self._file.close()
             raise
@@ -213,12 +223,17 @@ class BundleReader:
         """Close the file; idempotent."""
         self._file.close()
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in what is wrong with it."""
+        try:
+            yield
+        except FormatError as error:
+            raise FormatError(f"{self._path}: {error}; nothing of it is trusted") from None
+
     def _ends(self) -> tuple[int, int, int]:
         """Return the file's bytes, and what its trailer says: blocks, bytes of the content."""
-        status = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError("a bundle is read twice: it must be a file")
-        size = status.st_size
+        size = os.fstat(self._file.fileno()).st_size
         least = _PREAMBLE.size + _TRAILER.size + _DIGEST_BYTES
         head = self._file.read(_PREAMBLE.size)
         if len(head) < _PREAMBLE.size or head[:8] != _MAGIC:
@@ -227,36 +242,37 @@ class BundleReader:
         if version != VERSION or zero:
             raise FormatError(f"a bundle of version {version}; this kvtier reads {VERSION}")
         if size < least:
-            raise FormatError("the bundle is cut short")
+            raise FormatError("it is cut short")
         self._file.seek(size - _TRAILER.size - _DIGEST_BYTES)
         end, blocks, content = _TRAILER.unpack(self._file.read(_TRAILER.size))
         if end != _END:
-            raise FormatError("the bundle is cut short, or something was added to it")
+            raise FormatError("it is cut short, or something was added to it")
         return size, blocks, content
 
     def verify(self, read: Callable[[int], None] = lambda _: None) -> Summary:
         """Check every byte of the bundle; ``read`` is told the payload bytes of each block."""
         specs: dict[bytes, KVSpec] = {}
-        sha256 = hashlib.sha256()
         blocks = 0
-        before = None
-        for found in self._walk(sha256, specs, keep=False):
-            order = place(found.record)
-            if before is not None and order <= before:
-                raise FormatError(f"block {found.record.id} is out of order")
-            before = order
-            blocks += 1
-            read(found.record.payload_bytes)
-        trailer = _TRAILER.pack(_END, self.blocks_count, self._content_bytes)
-        sha256.update(trailer)
-        self._file.seek(self._file_bytes - _DIGEST_BYTES)
-        if not hmac.compare_digest(self._file.read(_DIGEST_BYTES), sha256.digest()):
-            raise FormatError("the bundle fails its digest: it is damaged")
-        return Summary(specs, blocks, self._content_bytes, self._file_bytes, sha256.hexdigest())
+        before: tuple[bytes, int, int, bytes] | None = None
+        sha256 = hashlib.sha256()
+        with self._named():
+            for found in self._walk(sha256, specs, keep=False):
+                order = place(found.record)
+                if before is not None and order <= before:
+                    raise FormatError(f"block {found.record.id} is out of order")
+                before = order
+                blocks += 1
+                read(found.record.payload_bytes)
+            sha256.update(_TRAILER.pack(_END, self.blocks_count, self.content_bytes))
+            self._file.seek(self._file_bytes - _DIGEST_BYTES)
+            if not hmac.compare_digest(self._file.read(_DIGEST_BYTES), sha256.digest()):
+                raise FormatError("it fails its digest: it is damaged")
+        return Summary(specs, blocks, self.content_bytes, self._file_bytes, sha256.hexdigest())
 
     def blocks(self) -> Iterator[Contents]:
         """Return the blocks one after another, each verified again as it is read."""
-        return self._walk(hashlib.sha256(), {}, keep=True)
+        with self._named():
+            yield from self._walk(hashlib.sha256(), {}, keep=True)
 
     def _walk(
         self, sha256: hashlib._Hash, specs: dict[bytes, KVSpec], *, keep: bool
@@ -272,14 +288,13 @@ class BundleReader:
             read_across_frames=True,
             closefd=False,
         ) as stream:
-            content = _Content(stream, self._content_bytes)
+            content = _Content(stream, self.content_bytes)
             specs.update(_read_specs(content))
-            try:
-                for _ in range(self.blocks_count):
-                    yield self._block(content, specs, keep=keep)
-                content.expect_end()
-            finally:
-                content.forget()
+            for _ in range(self.blocks_count):
+                yield self._block(content, specs, keep=keep)
+            content.expect_end()
+            while frame.left:  # what follows the last frame belongs to the digest too
+                frame.read()
 
     def _block(self, content: _Content, specs: dict[bytes, KVSpec], *, keep: bool) -> Contents:
         size = content.count(4)
@@ -290,7 +305,7 @@ class BundleReader:
         spec = specs.get(record.id.namespace)
         if spec is None:
             raise FormatError(f"block {record.id}: its spec is not in the bundle")
-        _check_record(record, spec)
+        check_record(record, spec)
         payload = bytearray() if keep or self._key else None
         for nbytes, digest in zip(record.part_bytes, digests, strict=True):
             hashed = xxhash.xxh3_64()
@@ -316,12 +331,12 @@ class _Content:
 
     def pieces(self, nbytes: int) -> Iterator[bytes]:
         if nbytes > self._left:
-            raise FormatError("the bundle's content ends within a block")
+            raise FormatError("its content ends within a block")
         self._left -= nbytes
         while nbytes:
             piece = self._read(min(nbytes, PIECE_BYTES))
             if not piece:
-                raise FormatError("the bundle's content ends within a block")
+                raise FormatError("its content ends within a block")
             nbytes -= len(piece)
             yield piece
 
@@ -333,16 +348,13 @@ class _Content:
 
     def expect_end(self) -> None:
         if self._left or self._read(1):
-            raise FormatError("the bundle's content does not end after its last block")
+            raise FormatError("its content does not end after its last block")
 
     def _read(self, nbytes: int) -> bytes:
         try:
             return self._stream.read(nbytes)
         except zstandard.ZstdError as error:
-            raise FormatError(f"the bundle cannot be decompressed: {error}") from None
-
-    def forget(self) -> None:
-        self._left = 0
+            raise FormatError(f"it cannot be decompressed: {error}") from None
 
 
 def _read_specs(content: _Content) -> dict[bytes, KVSpec]:
@@ -359,7 +371,7 @@ def _read_specs(content: _Content) -> dict[bytes, KVSpec]:
     return specs
 
 
-def _check_record(record: Record, spec: KVSpec) -> None:
+def check_record(record: Record, spec: KVSpec) -> None:
     """Raise unless a record is one that a store of this spec could have written."""
     layout = spec.block_layout
     if record.codec or record.kind:
@@ -373,3 +385,29 @@ def _check_record(record: Record, spec: KVSpec) -> None:
 def place(record: Record) -> tuple[bytes, int, int, bytes]:
     """Return what a bundle's blocks are in the order of: each comes after the one before it."""
     return record.id.namespace, record.created_ns, record.position, record.id.hash
+
+
+# -- for people and for programs
+
+
+def summary_facts(made: Summary) -> list[tuple[str, str]]:
+    """Return what a bundle holds, for people."""
+    share = f", {made.file_bytes / made.content_bytes:.0%}" if made.content_bytes else ""
+    return [
+        *(("spec", f"{key.hex()[:12]}  {safe(spec.model)}") for key, spec in made.specs.items()),
+        ("blocks", count(made.blocks)),
+        ("content", size(made.content_bytes)),
+        ("file", f"{size(made.file_bytes)}{share}"),
+        ("sha256", made.sha256),
+    ]
+
+
+def summary_plain(made: Summary) -> dict[str, Any]:
+    """Return what a bundle holds, for JSON."""
+    return {
+        "namespaces": [key.hex() for key in made.specs],
+        "blocks": made.blocks,
+        "content_bytes": made.content_bytes,
+        "file_bytes": made.file_bytes,
+        "sha256": made.sha256,
+    }
