@@ -10,8 +10,19 @@ from kvtier_inspect.render import CODES
 
 __all__ = ["AsJson", "StorePath", "declare", "epilog"]
 
+PAGE_LINES_MAX = 100_000
+"""Lines of one page; each is a few Python objects."""
 StorePath = Annotated[str, typer.Argument(metavar="STORE", help="The store's directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, numbers raw.")]
+
+Namespace = Annotated[
+    str, typer.Option(metavar="HEX", help="Only namespaces that begin with these digits.")
+]
+Tenant = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only this tenant; '' is nobody in particular.")
+]
+Offset = Annotated[int, typer.Option(min=0, help="How many to pass over.")]
+Limit = Annotated[int, typer.Option(min=1, max=PAGE_LINES_MAX, help="How many to show.")]
 
 
 def epilog(*examples: str) -> str:
@@ -23,6 +34,60 @@ def epilog(*examples: str) -> str:
 def declare(app: typer.Typer) -> None:
     """Register the commands."""
     app.command(epilog=epilog("info /nvme/kvtier", "info --json /nvme/kvtier"))(info)
+    app.command(
+        epilog=epilog(
+            "ls /nvme/kvtier", "ls /nvme/kvtier --sort hits --limit 10", "ls . --tenant me"
+        )
+    )(ls)
+    app.command(
+        epilog=epilog("tree /nvme/kvtier", "tree /nvme/kvtier --namespace 2118bd --sort used")
+    )(tree)
+    app.command(epilog=epilog("check /nvme/kvtier", "check --json /nvme/kvtier"))(check)
+
+
+def check(store: StorePath, *, json: AsJson = False) -> int:
+    """Read every record and verify it: checksums, and what the index says. Repairs nothing."""
+    from kvtier_inspect.check import run
+
+    return run(store, as_json=json)
+
+
+def ls(
+    store: StorePath,
+    *,
+    namespace: Namespace = "",
+    tenant: Tenant = None,
+    sort: Annotated[str, typer.Option(help="used, age, hits, size, position or hash.")] = "used",
+    offset: Offset = 0,
+    limit: Limit = 50,
+    json: AsJson = False,
+) -> int:
+    """List blocks: position, size, age, use, and how each hangs together with the others."""
+    from kvtier_inspect import listing
+
+    return listing.ls(
+        store, namespace=namespace, tenant=tenant, sort=sort, offset=offset, limit=limit,
+        as_json=json,
+    )  # fmt: skip
+
+
+def tree(
+    store: StorePath,
+    *,
+    namespace: Namespace = "",
+    tenant: Tenant = None,
+    sort: Annotated[str, typer.Option(help="size, used, hits or age.")] = "size",
+    offset: Offset = 0,
+    limit: Limit = 50,
+    json: AsJson = False,
+) -> int:
+    """Show the prefix forest: shared heads, their branches, tails after holes; a run a line."""
+    from kvtier_inspect import listing
+
+    return listing.tree(
+        store, namespace=namespace, tenant=tenant, sort=sort, offset=offset, limit=limit,
+        as_json=json,
+    )  # fmt: skip
 
 
 def info(store: StorePath, *, json: AsJson = False) -> int:

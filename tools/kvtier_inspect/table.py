@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtier.tiers.entries import ENTRY
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.tiers.base import BlockId
     from kvtier.tiers.entries import Entries
 
-__all__ = ["Integers", "Rows", "Words", "distinct", "parents", "words"]
+__all__ = [
+    "Integers",
+    "Rows",
+    "Words",
+    "distinct",
+    "matching",
+    "namespaces",
+    "parents",
+    "rows_of",
+    "total",
+    "words",
+]
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 Rows = np.ndarray[Any, np.dtype[np.intp]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+_KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY.itemsize})
 NOT_STORED: Final = -1
 """In the place of a parent's row."""
 
@@ -28,11 +47,80 @@ def words(entries: Entries, column: str) -> Words:
 def distinct(entries: Entries, column: str) -> tuple[list[bytes], Rows]:
     """Return the digests of a column, rising, and for each row which of them it has."""
     values = words(entries, column)
+    if len(values) and (values == values[0]).all():
+        return [entries[column][0].tobytes()], np.zeros(len(entries), dtype=np.intp)
     # Digests are random: where their first words are equal, nearly always all of them are.
     _, first, which = np.unique(values[:, 0], return_index=True, return_inverse=True)
     if (values != values[first[which]]).any():
         _, first, which = np.unique(values, axis=0, return_index=True, return_inverse=True)
     return [entries[column][row].tobytes() for row in first], which.reshape(-1)
+
+
+def namespaces(entries: Entries) -> dict[bytes, slice]:
+    """Return the rows of each namespace; rows rise by key."""
+    if not len(entries):
+        return {}
+    values = words(entries, "namespace")
+    starts = np.flatnonzero((values[1:] != values[:-1]).any(axis=1)) + 1
+    bounds = [0, *starts.tolist(), len(entries)]
+    return {
+        entries["namespace"][start].tobytes(): slice(start, stop)
+        for start, stop in pairwise(bounds)
+    }
+
+
+def total(values: np.ndarray[Any, np.dtype[Any]]) -> int:
+    """Return a column's sum; damaged numbers do not wrap around, they are only not exact."""
+    if not len(values):
+        return 0
+    huge = int(values.max()) >> 40 > 0
+    return int(values.sum(dtype=np.float64 if huge else np.int64))
+
+
+def matching(entries: Entries, namespace: str = "", tenant: str | None = None) -> Entries:
+    """Return the entries of namespaces that begin with some hex digits, and of one tenant.
+
+    Raises ``ValueError`` if ``namespace`` is not the beginning of one.
+    """
+    if namespace:
+        entries = entries[_begins(entries, "namespace", namespace)]
+    if tenant is not None:
+        digest = hashlib.sha256(tenant.encode(errors="surrogateescape")).digest()
+        entries = entries[entries["tenant"] == np.void(digest)]
+    return entries
+
+
+def rows_at(entries: Entries, blocks: Sequence[BlockId]) -> list[int]:
+    """Return each block's row, or -1; rows rise by key."""
+    keys = entries.view(_KEYS)["key"]
+    wanted = np.frombuffer(b"".join(each.namespace + each.hash for each in blocks), dtype="S64")
+    if not len(keys):
+        return [NOT_STORED] * len(blocks)
+    found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    rows: list[int] = np.where(keys[found] == wanted, found, NOT_STORED).tolist()
+    return rows
+
+
+def rows_of(entries: Entries, block: str) -> Rows:
+    """Return the rows of blocks named "HASH" or "NAMESPACE/HASH", each by its first hex digits."""
+    namespace, slash, digest = block.rpartition("/")
+    there = _begins(entries, "hash", digest)
+    if slash:
+        there &= _begins(entries, "namespace", namespace)
+    return np.flatnonzero(there)
+
+
+def _begins(entries: Entries, column: str, digits: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    if not re.fullmatch(r"[0-9a-fA-F]{1,64}", digits):
+        raise ValueError(f"{column}: {digits!r} is not 1 to 64 hex digits")
+    digits = digits.lower()
+    values = words(entries, column)
+    there = np.ones(len(entries), dtype=bool)
+    for number in range(-(-len(digits) // 16)):
+        piece = digits[16 * number : 16 * number + 16]
+        shift = np.uint64(64 - 4 * len(piece))
+        there &= values[:, number] >> shift == np.uint64(int(piece, 16))
+    return there
 
 
 def parents(entries: Entries) -> tuple[Rows, Rows]:
@@ -43,9 +131,8 @@ def parents(entries: Entries) -> tuple[Rows, Rows]:
     """
     above = np.full(len(entries), NOT_STORED, dtype=np.intp)
     wrong: list[Rows] = []
-    which = distinct(entries, "namespace")[1]
-    bounds = np.flatnonzero(np.diff(which, prepend=-1, append=-1))
-    for start, stop in pairwise(bounds.tolist()):
+    for rows in namespaces(entries).values():
+        start, stop = rows.start, rows.stop
         found = _find(entries[start:stop])
         child = np.flatnonzero(found >= 0)
         position = entries["position"][start:stop]
