@@ -33,6 +33,15 @@ def declare(app: typer.Typer) -> None:
         )
     )(size)
     app.command(
+        epilog=epilog(
+            "plan --tokens 32768 --model llama-3-8b --device h100 --ssd-link 7GB/s",
+            "plan --tokens 16384 --host 0:16 --ssd 16:60 --missing 60: --model llama-3-8b "
+            "--device h100",
+            "plan --token-file prompt.json --store /nvme/kvtier",
+            "plan --tokens 8192 --token-bytes 131072 --prefill-rate 9000 --ssd-link 25Gbit/s",
+        )
+    )(plan)
+    app.command(
         "export",
         epilog=epilog(
             "export /nvme/kvtier all.kvtb",
@@ -81,6 +90,70 @@ def size(
         links=link or (),
         as_json=json,
     )
+
+
+def plan(  # noqa: PLR0913 - one for each option
+    *,
+    tokens: Annotated[int | None, typer.Option(help="Length of the prompt.", min=1)] = None,
+    token_file: Annotated[
+        str, typer.Option(help="The prompt's token ids, as JSON or numbers; never shown.")
+    ] = "",
+    store: Annotated[str, typer.Option(help="Where blocks are looked up, and its costs.")] = "",
+    namespace: Namespace = "",
+    tenant: Annotated[str, typer.Option(help="The prompt's tenant.")] = "",
+    adapter: Annotated[str, typer.Option(help="The prompt's adapter, by content digest.")] = "",
+    resident: Annotated[
+        str, typer.Option("--device-blocks", help="Blocks that the engine holds, such as 0:4.")
+    ] = "",
+    host: Annotated[str, typer.Option(help="Blocks in host memory, such as 0:16,20:24.")] = "",
+    ssd: Annotated[
+        str, typer.Option(help="Blocks on the SSD, such as 16:64; all, if nothing is said.")
+    ] = "",
+    missing: Annotated[str, typer.Option(help="Blocks that are nowhere.")] = "",
+    model: Annotated[str, typer.Option(help="A model by name, or its config.json.")] = "",
+    device: Annotated[
+        str, typer.Option(help="What recomputes: a profile's name, or with --store the store's.")
+    ] = "",
+    ssd_link: Annotated[str, typer.Option(help="A link's name or rate, such as 7GB/s.")] = "",
+    host_link: Annotated[str, typer.Option(help="As --ssd-link, for host memory.")] = "",
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Tokens/s that recomputing gives, in place of a profile.")
+    ] = None,
+    token_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of KV per token, in place of a model.", min=1)
+    ] = None,
+    step_blocks: Annotated[
+        int, typer.Option(help="Blocks that one step recomputes at most.", min=1)
+    ] = 1,
+    json: AsJson = False,
+) -> int:
+    """Say what kvtier would do for a prompt, how long each way takes, and where they break even.
+
+    Costs are those that a store has learned (--store), a profile's (--model with --device), or
+    given ones (--prefill-rate, --ssd-link), which come first.
+    """
+    from kvtier_inspect.plan_command import Asked, run
+
+    asked = Asked(
+        tokens=tokens,
+        token_file=token_file,
+        tenant=tenant,
+        adapter=adapter,
+        store=store,
+        namespace=namespace,
+        device_blocks=resident,
+        host_blocks=host,
+        ssd_blocks=ssd,
+        missing_blocks=missing,
+        model=model,
+        device=device,
+        ssd_link=ssd_link,
+        host_link=host_link,
+        prefill_rate=prefill_rate,
+        token_bytes=token_bytes,
+        step_blocks=step_blocks,
+    )
+    return run(asked, as_json=json)
 
 
 def export_(

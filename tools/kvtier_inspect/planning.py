@@ -27,6 +27,7 @@ __all__ = [
     "by_name",
     "link_cost",
     "made_up",
+    "plain_name",
     "prefill_at",
     "rates",
     "read_ranges",
@@ -57,10 +58,11 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of the slowest link, in bytes/s, at which the decision changes; None: at none.
+    """Rates of the slowest link in use, in bytes/s, at which the decision changes.
 
-    ``even``: loading what is stored takes as long as recomputing everything. Below ``recompute``
-    nothing is loaded; from ``load`` on nothing is recomputed that is stored.
+    At ``even`` loading what is stored takes as long as recomputing everything. Below ``recompute``
+    nothing is loaded over this link; from ``load`` on nothing that it could bring is recomputed.
+    None: not at any rate; 0: at every rate.
     """
 
     tier: Tier
@@ -88,22 +90,25 @@ def read_ranges(name: str, text: str, blocks: int) -> list[range]:
 
 
 def blocks_at(
-    blocks: int, where: Mapping[Tier | None, Sequence[range]]
+    blocks: int,
+    where: Mapping[Tier | None, Sequence[range]],
+    otherwise: Sequence[Tier | None] | None = None,
 ) -> tuple[tuple[Tier | None, ...], int]:
     """Return each block's tier, and how many leading blocks the engine holds already.
 
-    What no range names is missing; without any range all blocks are on the SSD.
+    What no range names is where ``otherwise`` says; without that, missing, or all on the SSD if
+    there is no range at all.
     """
-    given = any(where.values())
-    tiers: list[Tier | None] = [None if given else Tier.SSD] * blocks
+    base = None if any(where.values()) else Tier.SSD
+    tiers = [base] * blocks if otherwise is None else list(otherwise)
     named: set[int] = set()
     for tier, ranges in where.items():
         for each in ranges:
             if not named.isdisjoint(each):
-                raise ValueError(f"{tier or 'missing'}: a block of {_words(each)} is named twice")
+                twice = f"[{each.start}, {each.stop})"
+                raise ValueError(f"--{tier or 'missing'}: a block of {twice} is named twice")
             named.update(each)
-            for block in each:
-                tiers[block] = tier
+            tiers[each.start : each.stop] = [tier] * len(each)
     resident = next((n for n, tier in enumerate(tiers) if tier is not Tier.DEVICE), blocks)
     return tuple(tiers), resident
 
@@ -143,9 +148,9 @@ def made_up(tokens: int, block_tokens: int = BLOCK_TOKENS) -> BlockKeys:
 
 def by_name(what: str, name: str, known: Mapping[str, _Value]) -> _Value:
     """Return what a table has under a name, case and punctuation aside."""
-    wanted = _plain(name)
+    wanted = plain_name(name)
     for each, value in known.items():
-        if _plain(each) == wanted:
+        if plain_name(each) == wanted:
             return value
     raise ValueError(f"{what}: {name!r} is not one of {', '.join(known)}")
 
@@ -153,7 +158,7 @@ def by_name(what: str, name: str, known: Mapping[str, _Value]) -> _Value:
 def link_cost(what: str, text: str) -> LinkCost:
     """Return a link by name ("SSD 7 GB/s", "NIC 100G") or by rate ("7GB/s", "25 Gbit/s")."""
     for link in LINKS.values():
-        if _plain(link.name) == _plain(text):
+        if plain_name(link.name) == plain_name(text):
             return LinkCost(link.bytes_per_s, link.latency_s, ASSUMED_SAMPLES)
     match = _NUMBER.fullmatch(text)
     unit = match[2] if match else ""
@@ -205,13 +210,16 @@ def rates(
             resident=resident, step_blocks_max=step_blocks_max, way=way,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    stored = sum(each in (Tier.SSD, Tier.HOST) for each in left)
+    def loads(rate: float) -> int:
+        return sum(residency.tiers[block] is tier for block in at(rate).load)
+
+    stored = left.count(tier)
     recompute_s = at(RATE_MAX).predicted.recompute
     return Rates(
         tier,
         even=_least(lambda rate: at(rate, "load").predicted.planned <= recompute_s),
-        recompute=_least(lambda rate: bool(at(rate).load)),
-        load=_least(lambda rate: len(at(rate).load) == stored),
+        recompute=_least(lambda rate: loads(rate) > 0),
+        load=_least(lambda rate: loads(rate) == stored),
     )
 
 
@@ -219,6 +227,8 @@ def _least(holds: Callable[[float], bool]) -> float | None:
     """Return the lowest rate at which something holds that goes on to hold above it."""
     if not holds(RATE_MAX):
         return None
+    if holds(RATE_MIN):
+        return 0.0
     low, high = RATE_MIN, RATE_MAX
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
@@ -226,9 +236,6 @@ def _least(holds: Callable[[float], bool]) -> float | None:
     return high
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a name without case and punctuation, as people remember it."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())
-
-
-def _words(blocks: range) -> str:
-    return f"[{blocks.start}, {blocks.stop})"
