@@ -123,7 +123,8 @@ def _sum(run: Rows, values: np.ndarray[Any, Any], runs: int) -> Integers:
 
 
 def _times(values: np.ndarray[Any, Any]) -> Integers:
-    return np.minimum(values, np.uint64(np.iinfo(np.int64).max)).astype(np.int64)
+    times: Integers = np.minimum(values, np.uint64(np.iinfo(np.int64).max)).astype(np.int64)
+    return times
 
 
 def _deepest_first(

@@ -15,7 +15,7 @@ from kvtier.tiers.record_io import probe_reads
 from kvtier.tiers.segment import FORMAT_VERSION
 from kvtier_inspect.opened import Finding, opened, plain
 from kvtier_inspect.render import ExitCode, ago, console, count, emit, facts, safe, size
-from kvtier_inspect.table import distinct
+from kvtier_inspect.table import distinct, namespaces, total
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,34 +68,22 @@ class StoreInfo:
 
 def namespaces_of(entries: Entries, specs: Mapping[bytes, KVSpec]) -> tuple[NamespaceInfo, ...]:
     """Sum up the entries of each namespace; one that has a spec and no block is there too."""
-    names, which = distinct(entries, "namespace")
-    tenants = np.zeros(len(names), dtype=np.int64)
-    if names:
-        pairs = np.unique(which.astype(np.int64) << 32 | distinct(entries, "tenant")[1])
-        tenants = np.bincount(pairs >> 32, minlength=len(names))
-    found = [
-        _namespace(name, specs.get(name), entries[which == number], int(tenants[number]))
-        for number, name in enumerate(names)
-    ]
+    parts = namespaces(entries)
+    found = [_namespace(name, specs.get(name), entries[rows]) for name, rows in parts.items()]
     empty = (
         NamespaceInfo(name, spec, 0, 0, 0, 0, 0, 0, 0)
         for name, spec in specs.items()
-        if name not in set(names)
+        if name not in parts
     )
     return (*found, *sorted(empty, key=lambda each: each.namespace))
 
 
-def _namespace(name: bytes, spec: KVSpec | None, rows: Entries, tenants: int) -> NamespaceInfo:
+def _namespace(name: bytes, spec: KVSpec | None, rows: Entries) -> NamespaceInfo:
     return NamespaceInfo(
-        name, spec, len(rows), _total(rows, "payload_bytes"), _total(rows, "slot_bytes"), tenants,
-        _total(rows, "hits"), int(rows["created_ns"].min()), int(rows["last_use_ns"].max()),
+        name, spec, len(rows), total(rows["payload_bytes"]), total(rows["slot_bytes"]),
+        len(distinct(rows, "tenant")[0]), total(rows["hits"]),
+        int(rows["created_ns"].min()), int(rows["last_use_ns"].max()),
     )  # fmt: skip
-
-
-def _total(rows: Entries, column: str) -> int:
-    # Damaged numbers must not wrap around: floats say roughly how large they are.
-    values = rows[column]
-    return int(values.sum(dtype=np.float64 if int(values.max()) >> 40 else np.int64))
 
 
 def store_info(store: Opened) -> StoreInfo:
@@ -115,7 +103,8 @@ def store_info(store: Opened) -> StoreInfo:
         if f"{segment:016x}.seg" not in there and store.writer == 0:
             where = f"segments/{segment:016x}.seg"
             findings.append(Finding(where, f"is gone, with {number} blocks that the index names"))
-    for each in namespaces_of(store.entries, store.specs):
+    found = namespaces_of(store.entries, store.specs)
+    for each in found:
         if each.spec is None:
             where = f"specs/{each.namespace.hex()}.msgpack"
             findings.append(Finding(where, f"is missing: {each.blocks} blocks have no spec"))
@@ -123,7 +112,7 @@ def store_info(store: Opened) -> StoreInfo:
     probed = probe_reads(directory.segments, fs, int(names[0][:16], 16)) if names else None
     return StoreInfo(
         store.path, store.writer, store.source, probed.io if probed else "unknown", mode,
-        namespaces_of(store.entries, store.specs), len(names), sum(there.values()),
+        found, len(names), sum(there.values()),
         keeper.disk_bytes(directory.index_path), disk.f_bavail * disk.f_frsize,
         tuple(findings), store.read_ns,
     )  # fmt: skip

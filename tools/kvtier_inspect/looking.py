@@ -43,6 +43,44 @@ def declare(app: typer.Typer) -> None:
         epilog=epilog("tree /nvme/kvtier", "tree /nvme/kvtier --namespace 2118bd --sort used")
     )(tree)
     app.command(epilog=epilog("check /nvme/kvtier", "check --json /nvme/kvtier"))(check)
+    app.command(epilog=epilog("show /nvme/kvtier 2118bd95/00652d5e", "show . 00652d5e --json"))(
+        show
+    )
+    app.command(epilog=epilog("du /nvme/kvtier", "du /nvme/kvtier --tenant acme --json"))(du)
+    app.command(epilog=epilog("stats /nvme/kvtier", "stats --json /nvme/kvtier"))(stats)
+
+
+def show(
+    store: StorePath,
+    block: Annotated[
+        str,
+        typer.Argument(metavar="HASH", help="The block's first hex digits, or NAMESPACE/HASH."),
+    ],
+    *,
+    json: AsJson = False,
+) -> int:
+    """Show one block: identity, place, use, parts, neighbours, and whether its bytes are right."""
+    from kvtier_inspect.block import run
+
+    return run(store, block, as_json=json)
+
+
+def du(
+    store: StorePath, *, namespace: Namespace = "", tenant: Tenant = None, json: AsJson = False
+) -> int:
+    """Say where the bytes on disk are: by namespace and tenant, free slots, index."""
+    from kvtier_inspect.usage import run
+
+    return run(store, namespace=namespace, tenant=tenant, as_json=json)
+
+
+def stats(
+    store: StorePath, *, namespace: Namespace = "", tenant: Tenant = None, json: AsJson = False
+) -> int:
+    """Sum up reuse: sharing, holes, hits, ages, bytes written in a day, learned costs."""
+    from kvtier_inspect.stats import run
+
+    return run(store, namespace=namespace, tenant=tenant, as_json=json)
 
 
 def check(store: StorePath, *, json: AsJson = False) -> int:
