@@ -1,4 +1,4 @@
-"""``show``: one block: what index and header say, whether its bytes are right, what is around it."""
+"""``show``: one block: what index and header say, whether its bytes are right, its neighbours."""
 
 from __future__ import annotations
 

@@ -30,12 +30,23 @@ if TYPE_CHECKING:
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.recovery import FoundSegment
 
-__all__ = ["Finding", "Opened", "Segments", "opened", "segments_of", "sorted_by_key", "writer_of"]
+__all__ = [
+    "KEYS",
+    "Finding",
+    "Opened",
+    "Segments",
+    "opened",
+    "segments_of",
+    "sorted_by_key",
+    "writer_of",
+]
 
 INDEX_TRIES: Final = 3
 """How often the index of a store that has a writer is read before it counts as unreadable."""
 REPLY_S_MAX: Final = 30.0
 """How long the process that reads the index may take."""
+KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY.itemsize})
+"""Entries as their keys, which compare as bytes do: all have one length."""
 _FLOCK: Final = ["FLOCK", "ADVISORY", "WRITE"]
 
 
@@ -146,8 +157,8 @@ def _entries(
 
 def sorted_by_key(entries: Entries) -> Entries:
     """Return entries in the order of their keys, as the index has them."""
-    keys = np.ascontiguousarray(entries[["namespace", "hash"]]).view("S64").reshape(-1)
-    return entries[np.argsort(keys, kind="stable")] if len(entries) else np.zeros(0, ENTRY)
+    keys = np.ascontiguousarray(entries).view(KEYS)["key"]
+    return entries[np.argsort(keys, kind="stable")]
 
 
 def segments_of(directory: ReadDirectory, fs: FileSystem) -> Segments:

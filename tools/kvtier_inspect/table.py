@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtier.tiers.entries import ENTRY
+from kvtier_inspect.opened import KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,6 @@ __all__ = [
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 Rows = np.ndarray[Any, np.dtype[np.intp]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
-_KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY.itemsize})
 NOT_STORED: Final = -1
 """In the place of a parent's row."""
 
@@ -92,7 +91,7 @@ def matching(entries: Entries, namespace: str = "", tenant: str | None = None) -
 
 def rows_at(entries: Entries, blocks: Sequence[BlockId]) -> list[int]:
     """Return each block's row, or -1; rows rise by key."""
-    keys = entries.view(_KEYS)["key"]
+    keys = entries.view(KEYS)["key"]
     wanted = np.frombuffer(b"".join(each.namespace + each.hash for each in blocks), dtype="S64")
     if not len(keys):
         return [NOT_STORED] * len(blocks)
