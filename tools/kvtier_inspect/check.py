@@ -152,7 +152,7 @@ def _now(store: Opened, suspects: Faults) -> Entries:
         return store.entries[:0]
     entries = read_index(store.directory, tries=SECOND_LOOKS)
     rows = rows_at(entries, [block for block, _ in suspects])
-    return entries[[row for row in rows if row >= 0]]
+    return entries[sorted(row for row in rows if row >= 0)]
 
 
 def _versions(entries: Entries) -> dict[BlockId, tuple[int, int, int]]:
