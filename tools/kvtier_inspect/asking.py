@@ -55,6 +55,21 @@ def declare(app: typer.Typer) -> None:
             "import /nvme/other all.kvtb --ssd-bytes 200GiB",
         ),
     )(import_)
+    app.command(
+        epilog=epilog(
+            "purge /nvme/kvtier --tenant alice",
+            "purge /nvme/kvtier --older-than 30d --yes",
+            "purge /nvme/kvtier --namespace 3f9a",
+        )
+    )(purge)
+    app.command(
+        epilog=epilog(
+            "diff /nvme/a /nvme/b",
+            "diff /nvme/kvtier@3f9a /nvme/kvtier@07c1",
+            "diff a.json /nvme/b",
+        )
+    )(diff)
+    app.command(epilog=epilog("repair /nvme/kvtier --dry-run", "repair /nvme/kvtier --yes"))(repair)
 
 
 def size(
@@ -206,3 +221,67 @@ def import_(
     from kvtier_inspect.importing import run
 
     return run(store, bundle, key_file=key_file, ssd_bytes=ssd_bytes, dry_run=dry_run, as_json=json)
+
+
+def purge(
+    store: StorePath,
+    *,
+    namespace: Namespace = "",
+    tenant: Tenant = None,
+    older_than: Annotated[
+        str, typer.Option(help="Only what was not used for so long, such as 12h or 30d.")
+    ] = "",
+    yes: Yes = False,
+    json: AsJson = False,
+) -> int:
+    """Remove blocks for good, and destroy their bytes on disk.
+
+    CHANGES THE STORE, which no engine may have open (an engine has store.purge). Shows what would
+    go and asks. Bytes that blocks evicted earlier left on disk are destroyed too, whosever they
+    were.
+    """
+    from kvtier_inspect.purge_command import run
+
+    return run(
+        store, namespace=namespace, tenant=tenant, older_than=older_than, yes=yes, as_json=json
+    )
+
+
+def diff(
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="STORE, STORE@NAMESPACE or a spec's file.")
+    ],
+    second: Annotated[
+        str, typer.Argument(metavar="[B]", help="As A; without it, the two specs of store A.")
+    ] = "",
+    *,
+    json: AsJson = False,
+) -> int:
+    """Say why one spec does not hit what another one stored, field by field.
+
+    A spec's file is the one in a store's specs folder, or a JSON object with KVSpec's fields.
+    """
+    from kvtier_inspect.diff import run
+
+    return run(first, second, as_json=json)
+
+
+def repair(
+    store: StorePath,
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
+    yes: Yes = False,
+    json: AsJson = False,
+) -> int:
+    """Make the index anew from the records' headers, and drop what is damaged.
+
+    CHANGES THE STORE, which no engine may have open. Reads every record, shows what it found and
+    asks. Damaged records are destroyed; sound ones that the index did not name any more, such as
+    those of evicted blocks, are found again. An engine repairs its index by itself when it cannot
+    be read; this also finds damaged records before a restore does.
+    """
+    from kvtier_inspect.repair import run
+
+    return run(store, dry_run=dry_run, yes=yes, as_json=json)

@@ -84,7 +84,7 @@ def _code_of(error: Exception) -> ExitCode | None:
 
 def _say(words: str, code: ExitCode) -> ExitCode:
     for line in words.splitlines() or [""]:
-        os.write(2, f"kvtier-inspect: {safe(line)}\n".encode())
+        os.write(2, f"kvtier-inspect: {safe(line, 2000)}\n".encode())
     return code
 
 

@@ -26,7 +26,8 @@ from kvtier_inspect.bundle import (
 )
 from kvtier_inspect.opened import opened
 from kvtier_inspect.render import ExitCode, console, count, emit, facts, safe
-from kvtier_inspect.selecting import chain, matching, namespace_of, row_of, with_hash
+from kvtier_inspect.selecting import chain, matching, namespace_of, row_of
+from kvtier_inspect.table import distinct, rows_of, words
 from kvtier_inspect.waiting import progress
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def selected(
     """Return the chosen rows; ``ValueError`` if a name fits nothing or too much."""
     namespace = None
     if selection.namespace:
-        known = {each.tobytes() for each in np.unique(_keys(entries, "namespace"))}
+        known, _ = distinct(entries, "namespace")
         namespace = namespace_of(selection.namespace, known, specs)
     digest = None
     if selection.tenant is not None:
@@ -72,16 +73,14 @@ def selected(
     if selection.hashes:
         named = np.zeros(len(entries), dtype=bool)
         for digits in selection.hashes:
-            found = with_hash(entries, digits)
-            if not found.any():
+            rows = rows_of(entries, digits)
+            if not len(rows):
                 raise ValueError(f"no block's hash begins with {digits}")
-            named |= found
+            named[rows] = True
         chosen &= named
     if selection.prefix_of:
         of = np.flatnonzero(chosen)
-        rows = of[chain(entries[of], row_of(entries[of], selection.prefix_of))]
-        chosen = np.zeros(len(entries), dtype=bool)
-        chosen[rows] = True
+        return of[chain(entries[of], row_of(entries[of], selection.prefix_of))]
     return np.flatnonzero(chosen)
 
 
@@ -89,20 +88,11 @@ def ordered(entries: Entries, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     """Return rows in a bundle's order: namespace, created, position, hash."""
     mine = entries[rows]
     keys: list[np.ndarray[Any, Any]] = [
-        *_words(mine, "hash")[::-1], mine["position"], mine["created_ns"],
-        *_words(mine, "namespace")[::-1],
+        *words(mine, "hash").T[::-1], mine["position"], mine["created_ns"],
+        *words(mine, "namespace").T[::-1],
     ]  # fmt: skip
     found: np.ndarray[Any, Any] = rows[np.lexsort(keys)]
     return found
-
-
-def _words(entries: Entries, column: str) -> list[np.ndarray[Any, Any]]:
-    """Return 32 bytes as four numbers that sort as the bytes do."""
-    return list(np.ascontiguousarray(entries[column]).view(">u8").reshape(-1, 4).T)
-
-
-def _keys(entries: Entries, column: str) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(entries[column]).view([("bytes", "V32")])["bytes"]
 
 
 # -- export
@@ -165,17 +155,14 @@ def run(store: str, out: str, selection: Selection, *, as_json: bool) -> int:
     """Write the chosen blocks of a store to a new file."""
     with opened(store) as found:
         rows = selected(found.entries, found.specs, selection)
-        known = np.array(
-            [each.tobytes() in found.specs for each in _keys(found.entries[rows], "namespace")],
-            dtype=bool,
-        )
+        names, which = distinct(found.entries[rows], "namespace")
+        has_spec = np.array([name in found.specs for name in names], dtype=bool)
+        known = has_spec[which] if len(rows) else np.zeros(0, dtype=bool)
+        specs = [found.specs[name] for name in names if name in found.specs]
         blocks = StoredBlocks(found, ordered(found.entries, rows[known]))
-        used = {
-            each.tobytes() for each in np.unique(_keys(found.entries[rows[known]], "namespace"))
-        }
         total = int(found.entries["payload_bytes"][rows[known]].sum())
         with _new_file(out) as file, progress("exporting", total) as advance:
-            summary = write_bundle(file, [found.specs[each] for each in used], blocks, advance)
+            summary = write_bundle(file, specs, blocks, advance)
         unknown = int(len(rows) - known.sum())
     if as_json:
         faults = {str(block): fault for block, fault in blocks.faults.items()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.config import BYTES_MAX
 from kvtier.errors import FormatError, StoreFailed
 from kvtier.tiers import keeper
-from kvtier.tiers.directory import StoreDirectory
+from kvtier.tiers.directory import ReadDirectory, StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.ssd import SsdTier
@@ -45,6 +45,15 @@ class LockedStore:
         path = self.directory.index_path
         room = max(INDEX_BYTES_MAX, 2 * keeper.disk_bytes(path))
         return LmdbIndex(path, room, lock_fd=self.directory.lock_fd)
+
+    @contextmanager
+    def reading(self) -> Iterator[ReadDirectory]:
+        """Open the directory for looking, before anything in it is changed."""
+        directory = ReadDirectory(self.directory.path, self.fs)
+        try:
+            yield directory
+        finally:
+            directory.close()
 
     @contextmanager
     def open_tier(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import msgpack
 import numpy as np
 
-from kvtier.calibration import CostBook
+from kvtier.calibration import CostBook, cost_records
 from kvtier.cost import CostModel
 from kvtier.identity import BLOCK_TOKENS, BlockKeys
 from kvtier.plan import Residency, Tier, runs
@@ -155,11 +154,7 @@ def _ids(asked: Asked) -> list[int]:
 def _only_device(data: bytes, spec: KVSpec) -> str:
     """Return the device whose costs a store has learned for a spec, if there is one alone."""
     mine = f"{spec.namespace.hex()}|"
-    try:
-        kept = msgpack.unpackb(data) if data else {}
-        keys = [key for key in kept["compute"] if key.startswith(mine)]
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException):
-        return ""
+    keys = [key for key in cost_records(data)["compute"] if str(key).startswith(mine)]
     names = {key.removeprefix(mine).rpartition("|")[0] for key in keys}  # the host's name is last
     return names.pop() if len(names) == 1 else ""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtier.identity import HASH_BYTES
+from kvtier_inspect.table import parents, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtier.identity import KVSpec
     from kvtier.tiers.entries import Entries
 
-__all__ = ["chain", "matching", "namespace_of", "read_age", "row_of", "with_hash"]
+__all__ = ["chain", "matching", "namespace_of", "read_age", "row_of"]
 
 _AGES: Final = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -39,24 +39,11 @@ def matching(
     return chosen
 
 
-def with_hash(entries: Entries, digits: str) -> Mask:
-    """Return which rows' hash begins with these hex digits."""
-    wanted = _hex(digits)
-    hashes = np.ascontiguousarray(entries["hash"]).view(np.uint8).reshape(-1, HASH_BYTES)
-    whole = bytes.fromhex(wanted[: len(wanted) // 2 * 2])
-    chosen: Mask = (hashes[:, : len(whole)] == np.frombuffer(whole, np.uint8)).all(axis=1)
-    if len(wanted) % 2:
-        chosen &= hashes[:, len(whole)] >> 4 == int(wanted[-1], 16)
-    return chosen
-
-
 def row_of(entries: Entries, digits: str) -> int:
     """Return the one row whose hash begins with these hex digits; ``ValueError`` otherwise."""
-    rows = np.flatnonzero(with_hash(entries, digits))
+    rows = rows_of(entries, digits)
     if len(rows) != 1:
-        few = (
-            "no block's hash begins" if not len(rows) else f"the hashes of {len(rows)} blocks begin"
-        )
+        few = "no block's hash begins" if not len(rows) else f"{len(rows)} blocks' hashes begin"
         raise ValueError(f"{few} with {digits}; name one block, in one namespace")
     return int(rows[0])
 
@@ -66,27 +53,18 @@ def chain(entries: Entries, row: int) -> list[int]:
 
     The first is the head. A hole ends it: what lies before a hole is not known by its name.
     """
-    mine = np.flatnonzero(matching(entries, namespace=entries[row]["namespace"].tobytes()))
-    hashes = _column(entries[mine], "hash")
-    order = np.argsort(hashes, kind="stable")
-    ordered = hashes[order]
+    above, _ = parents(entries)
     rows = [row]
-    seen = {row}
-    while True:
-        parent = entries[rows[-1]]["parent"].tobytes()
-        place = int(np.searchsorted(ordered, parent.rstrip(b"\0")))
-        if place == len(ordered) or ordered[place] != parent.rstrip(b"\0"):
-            return rows[::-1]
-        before = int(mine[order[place]])
-        if before in seen:  # a made-up chain that bites its tail
-            return rows[::-1]
+    while (before := int(above[rows[-1]])) >= 0:
         rows.append(before)
-        seen.add(before)
+    return rows[::-1]
 
 
 def namespace_of(digits: str, known: Iterable[bytes], specs: Mapping[bytes, KVSpec]) -> bytes:
     """Return the one namespace that begins with these hex digits; ``ValueError`` lists them."""
-    wanted = _hex(digits)
+    if not re.fullmatch(r"[0-9a-fA-F]{0,64}", digits):
+        raise ValueError(f"namespace: {digits!r} is not up to 64 hex digits")
+    wanted = digits.lower()
     choices = sorted(set(known) | specs.keys())
     found = [each for each in choices if each.hex().startswith(wanted)]
     if len(found) == 1:
@@ -112,9 +90,3 @@ def read_age(name: str, text: str) -> float:
 def _column(entries: Entries, name: str) -> np.ndarray[Any, Any]:
     # Trailing zeros do not count in S32: of two values of 32 bytes only equal ones compare equal.
     return np.ascontiguousarray(entries[name]).view("S32").reshape(-1)
-
-
-def _hex(digits: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{0,64}", digits):
-        raise ValueError(f"{digits!r} is not up to 64 hex digits")
-    return digits.lower()
