@@ -91,7 +91,7 @@ def test_rope_settings_that_differ_are_named() -> None:
     a = variant(rope=(("theta", 1e6), ("factor", 8), ("kind", "yarn")))
     b = variant(rope=(("theta", 1e6), ("factor", 9)))
     (found,) = differences(a, b)
-    assert (found.a, found.b) == ("factor=8, kind=yarn", "factor=9")
+    assert (found.a, found.b) == ("factor=8.0, kind=yarn", "factor=9.0")
 
 
 def test_stores_files_and_namespaces(
