@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,10 +28,15 @@ from support import (
 
 import kvtier
 from kvtier.tiers.entries import id_at, location_at
+from kvtier.tiers.fs import PosixFileSystem
 from kvtier_inspect import cli
 from kvtier_inspect.check import check
 from kvtier_inspect.locked import locked
 from kvtier_inspect.opened import opened
+from kvtier_inspect.repair import repair, survey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BLOCKS = 8
 PAGE = 4096
@@ -160,6 +166,33 @@ def test_evicted_records_are_found_again(
         tier.drop([id_at(entries, 0)], [location_at(entries, 0)])
     value = repaired(path, capsys)
     assert (value["found"], value["lost"], value["kept"]) == (1, 0, BLOCKS)
+    assert restored(path) == BLOCKS
+
+
+class DeafDisk(PosixFileSystem):
+    """A disk that gives headers and the first slot, and errors for anything else."""
+
+    def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        """Read, or fail."""
+        nbytes = sum(each.nbytes for each in into)
+        if nbytes > SLOT_BYTES or (nbytes > PAGE and offset > PAGE):
+            raise OSError(errno.EIO, "deaf")
+        return super().read(fd, into, offset)
+
+
+def test_what_cannot_be_read_is_not_destroyed(
+    store_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that fails today takes blocks out of the index, and gives them back another day."""
+    path = made(store_path)
+    with locked(path) as held:
+        with held.reading() as directory:
+            found = survey(directory, DeafDisk())
+        assert len(found.damaged) == BLOCKS - 1
+        assert not any(each.readable for each in found.damaged)
+        assert repair(held, found)[0] == 1
+    value = repaired(path, capsys)
+    assert value["kept"] == BLOCKS
     assert restored(path) == BLOCKS
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from kvtier.calibration import CostBook, cost_records
 from kvtier.cost import CostModel
 from kvtier.identity import BLOCK_TOKENS, BlockKeys
 from kvtier.plan import Residency, Tier, runs
 from kvtier.planner import plan
 from kvtier.profiles import DEVICES, LINKS, MODELS, block_bytes, cost_model
+from kvtier.tiers.base import BlockId
 from kvtier_inspect.modelconfig import read_model
 from kvtier_inspect.opened import opened
 from kvtier_inspect.planning import (
@@ -29,7 +28,8 @@ from kvtier_inspect.planning import (
     with_link,
 )
 from kvtier_inspect.render import ExitCode, columns, console, emit, safe, size, span
-from kvtier_inspect.selecting import matching, namespace_of
+from kvtier_inspect.selecting import namespace_of
+from kvtier_inspect.table import rows_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Planned", "planned", "run"]
 
 
+_PREFIXES: Final = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SOURCES: Final = (Tier.HOST, Tier.SSD)
 
 
@@ -106,9 +107,8 @@ def _in_store(asked: Asked, ids: Sequence[int], store: Opened) -> Planned:
         keys = made_up(asked.tokens, spec.block_tokens)
         return _made(asked, keys, layout.block_bytes, costs, source)
     keys = BlockKeys.of(spec, ids, asked.tenant, asked.adapter)
-    rows = matching(store.entries, namespace=spec.namespace)
-    stored = {each.tobytes() for each in store.entries["hash"][np.flatnonzero(rows)]}
-    tiers = tuple(Tier.SSD if each in stored else None for each in keys)
+    rows = rows_at(store.entries, [BlockId(spec.namespace, each) for each in keys])
+    tiers = tuple(Tier.SSD if row >= 0 else None for row in rows)
     return _made(asked, keys, layout.block_bytes, costs, source, stored=tiers)
 
 
@@ -262,7 +262,12 @@ def _break_evens(made: Planned) -> Iterator[str]:
 def _rate(bytes_per_s: float | None) -> str:
     if not bytes_per_s:
         return "none" if bytes_per_s is None else "0, at every rate"
-    return f"{bytes_per_s / 1e9:.3g} GB/s ({bytes_per_s * 8 / 1e9:.3g} Gbit/s)"
+    return f"{_scaled(bytes_per_s)}B/s ({_scaled(8 * bytes_per_s)}bit/s)"
+
+
+def _scaled(value: float) -> str:
+    worth, prefix = next((each for each in _PREFIXES if value >= each[0]), (1.0, ""))
+    return f"{value / worth:.3g} {prefix}"
 
 
 def _plain(made: Planned) -> dict[str, Any]:

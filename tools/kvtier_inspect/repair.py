@@ -16,7 +16,7 @@ from kvtier.tiers.scan import find_segments, scan_headers, segment_name
 from kvtier_inspect.locked import locked, must_exist
 from kvtier_inspect.opened import read_index, segments_of, sorted_by_key
 from kvtier_inspect.render import ExitCode, console, count, emit, facts, safe, size
-from kvtier_inspect.slots import SlotReader, batches
+from kvtier_inspect.slots import SLOT_BYTES_MAX, UNREAD, SlotReader, batches
 from kvtier_inspect.waiting import confirm, progress
 
 if TYPE_CHECKING:
@@ -36,11 +36,16 @@ _KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A record whose header names a block that its bytes are not."""
+    """A record whose header names a block that its bytes are not, or that cannot be read."""
 
     block: BlockId
     where: Location
     what: str
+
+    @property
+    def readable(self) -> bool:
+        """Whether the disk gave its bytes: only then is it sure that they are wrong."""
+        return not self.what.startswith(UNREAD)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +97,8 @@ def survey(
         ),
     )
     entries = sorted_by_key(table(rows))
-    faults = dict(SlotReader(directory.segments, fs, advance).read(batches(entries)))
+    small = entries[entries["slot_bytes"] <= SLOT_BYTES_MAX]  # larger ones are trusted unread
+    faults = dict(SlotReader(directory.segments, fs, advance).read(batches(small)))
     places = {id_at(entries, row): row for row in range(len(entries))} if faults else {}
     damaged = tuple(
         Damaged(block, location_at(entries, places[block]), what) for block, what in faults.items()
@@ -121,16 +127,18 @@ def _with_uses(entries: Entries, old: Entries) -> tuple[Entries, int]:
 def repair(store: LockedStore, found: Survey) -> tuple[int, int]:
     """Carry a survey out; returns the blocks that are there then, and the bytes of the store.
 
-    Damaged records are destroyed, so that no later rebuild takes them for sound ones; segments
+    Damaged records are destroyed, so that no later rebuild takes them for sound ones; what could
+    not be read is only left out, since a disk may recover; segments
     whose first page is damaged are unlinked, as they are whenever a store is opened.
     """
     segments, fs = store.directory.segments, store.fs
     find_segments(segments, fs)
     io = RecordIo(segments, fs, probe(segments, fs))
-    for each in found.damaged:
+    damaged = [each.where for each in found.damaged if each.readable]
+    for where in damaged:
         with suppress(OSError):  # a disk that does not write there does not read there either
-            io.destroy(each.where)
-    for segment in {each.where.segment for each in found.damaged}:
+            io.destroy(where)
+    for segment in {where.segment for where in damaged}:
         with suppress(OSError):
             io.sync(segment)
     index = store.open_index()

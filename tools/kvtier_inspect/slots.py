@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.entries import Entries
     from kvtier.tiers.fs import FileSystem
 
-__all__ = ["READERS", "Faults", "SlotReader", "batches", "faults_of"]
+__all__ = ["READERS", "SLOT_BYTES_MAX", "UNREAD", "Faults", "SlotReader", "batches", "faults_of"]
 
 READERS: Final = 4
 """Threads that read and compute checksums."""
@@ -35,6 +35,8 @@ READ_BYTES_MAX: Final = 8 << 20
 """Neighbouring slots that are read at once; a larger slot is read alone."""
 SLOT_BYTES_MAX: Final = 1 << 30
 """A larger slot is not read: each reader holds one in memory."""
+UNREAD: Final = "could not be read"
+"""How a fault begins that is the disk's, not the record's."""
 _SAID_TWICE: Final = (
     "parent", "tenant", "position", "kind", "codec", "payload_bytes", "created_ns", "priority",
     "expiry_ns",
@@ -140,7 +142,7 @@ class SlotReader:
         try:
             count = self._fill(batch, buffer[: batch.nbytes])
         except OSError as error:
-            words = f"could not be read: {error.strerror or error}"
+            words = f"{UNREAD}: {error.strerror or error}"
             if len(everyone) == 1:
                 return 0, [(everyone[0], words)]
             # One bad sector is one block's.
