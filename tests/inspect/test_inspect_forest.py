@@ -18,7 +18,7 @@ from kvtier_inspect.forest import SORTS, Forest, grow, lines
 from kvtier_inspect.listing import COLUMNS, order
 from kvtier_inspect.opened import sorted_by_key
 from kvtier_inspect.stats import stats_of
-from kvtier_inspect.table import distinct, matching, namespaces, parents, rows_at, rows_of
+from kvtier_inspect.table import around, distinct, matching, namespaces, parents, rows_at, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,6 +114,16 @@ def test_links_are_those_that_a_dict_finds(entries: Entries) -> None:
     wanted, mistaken = model_parents(entries)
     assert above.tolist() == wanted
     assert set(wrong.tolist()) == mistaken
+
+
+@given(entries=tables | chains, some=st.lists(st.integers(0, 59), max_size=20))
+def test_a_few_blocks_are_placed_as_all_are(entries: Entries, some: list[int]) -> None:
+    """`ls` looks at one page: it says of each block what the whole forest says."""
+    above = model_parents(entries)[0]
+    rows = [row for row in some if row < len(entries)]
+    stored, branches = around(entries, np.array(rows, dtype=np.intp))
+    assert stored == [above[row] >= 0 for row in rows]
+    assert branches == [above.count(row) for row in rows]
 
 
 @given(entries=tables | chains)

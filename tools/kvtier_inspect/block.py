@@ -62,7 +62,7 @@ def block_of(store: Opened, row: int) -> Block:
     record, digests, tagged = _header(store.directory.segments, store.fs, where)
     spec = store.specs.get(entries["namespace"][row].tobytes())
     return Block(
-        block_json(entries, row, int(above[row]), len(follow)),
+        block_json(entries, row, parent_stored=bool(above[row] >= 0), branches=len(follow)),
         spec.model if spec else "",
         spec.block_tokens if spec else 0,
         record,

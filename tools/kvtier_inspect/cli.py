@@ -32,6 +32,8 @@ app: Final = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+NICENESS: Final = 10
+"""How far a command steps back where cores are scarce: the engine beside it goes first."""
 looking.declare(app)
 asking.declare(app)
 _WRONG_USAGE: Final[type[Exception]] = typer.BadParameter.__mro__[2]
@@ -41,6 +43,7 @@ _WRONG_USAGE: Final[type[Exception]] = typer.BadParameter.__mro__[2]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is no error
+    os.nice(NICENESS)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvtier_inspect.forest import SORTS, Forest, Line, grow, lines
 from kvtier_inspect.opened import opened, plain
 from kvtier_inspect.render import ExitCode, ago, columns, console, count, emit, safe, size
-from kvtier_inspect.table import matching, parents
+from kvtier_inspect.table import around, matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,10 +52,12 @@ def ls(
     """Print blocks, one a line."""
     with opened(path) as store:
         entries = matching(store.entries, namespace, tenant)
-    above, _wrong = parents(entries)
-    branches = np.bincount(above[above >= 0], minlength=len(entries))
     page = order(entries, sort)[offset : offset + limit]
-    rows = [block_json(entries, row, int(above[row]), int(branches[row])) for row in page.tolist()]
+    placed = zip(page.tolist(), *around(entries, page), strict=True)
+    rows = [
+        block_json(entries, row, parent_stored=stored, branches=number)
+        for row, stored, number in placed
+    ]
     if as_json:
         emit(_paged(len(entries), offset, store.findings, "blocks", rows))
         return ExitCode.FINE
@@ -79,7 +81,7 @@ def ls(
     return ExitCode.FINE
 
 
-def block_json(entries: Entries, row: int, above: int, branches: int) -> dict[str, Any]:
+def block_json(entries: Entries, row: int, *, parent_stored: bool, branches: int) -> dict[str, Any]:
     """Return a block as plain values; ``parent_stored`` and ``branches`` place it in the forest."""
     entry = entries[row]
     numbers = (
@@ -89,7 +91,7 @@ def block_json(entries: Entries, row: int, above: int, branches: int) -> dict[st
     return {
         **{name: entry[name].tobytes().hex() for name in ("namespace", "hash", "parent", "tenant")},
         **{name: int(entry[name]) for name in numbers},
-        "parent_stored": above >= 0,
+        "parent_stored": parent_stored,
         "branches": branches,
     }
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtier.tiers.base import BlockId
 from kvtier_inspect.opened import KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.tiers.base import BlockId
     from kvtier.tiers.entries import Entries
 
 __all__ = [
     "Integers",
     "Rows",
     "Words",
+    "around",
     "distinct",
     "matching",
     "namespaces",
     "parents",
+    "rows_at",
     "rows_of",
     "total",
     "words",
@@ -139,6 +142,34 @@ def parents(entries: Entries) -> tuple[Rows, Rows]:
         above[start + child[follows]] = start + found[child[follows]]
         wrong.append(start + child[~follows])
     return above, np.concatenate(wrong) if wrong else np.zeros(0, dtype=np.intp)
+
+
+def around(entries: Entries, rows: Rows) -> tuple[list[bool], list[int]]:
+    """Return for some rows whether their parents are stored, and how many blocks follow each.
+
+    As ``parents`` has it, for a few rows of many: of the rest only one column is looked at.
+    """
+    some = entries[rows]
+    blocks = [
+        BlockId(*key)
+        for key in zip(some["namespace"].tolist(), some["parent"].tolist(), strict=True)
+    ]
+    above = np.array(rows_at(entries, blocks), dtype=np.intp)
+    stored = (above >= 0) & (entries["position"][above] + np.uint64(1) == some["position"])
+    first = np.sort(words(some, "hash")[:, 0])
+    claims = np.ascontiguousarray(entries["parent"]).view(">u8").reshape(-1, 4)[:, 0]
+    claims = claims.astype(np.uint64)
+    at = np.minimum(np.searchsorted(first, claims), max(len(first) - 1, 0))
+    maybe = entries[first[at] == claims] if len(first) else entries[:0]
+    followers: Counter[tuple[bytes, bytes, int]] = Counter(
+        zip(
+            maybe["namespace"].tolist(), maybe["parent"].tolist(), maybe["position"].tolist(),
+            strict=True,
+        )
+    )  # fmt: skip
+    names = ("namespace", "hash", "position")
+    keys = zip(*(some[name].tolist() for name in names), strict=True)
+    return stored.tolist(), [followers[space, digest, at + 1] for space, digest, at in keys]
 
 
 def _find(entries: Entries) -> Rows:
