@@ -120,10 +120,9 @@ class StoreDirectory:
 
     def keep_spec(self, spec: KVSpec) -> None:
         """Make the spec durable under its namespace, before its first record."""
-        name = f"{spec.namespace.hex()}.msgpack"
-        if name in self._fs.names(self.specs):
-            return
-        self._replace(self.specs, name, spec.to_bytes())
+        name, data = f"{spec.namespace.hex()}.msgpack", spec.to_bytes()
+        if _read_if_there(self._fs, self.specs, name, SPEC_BYTES_MAX) != data:
+            self._replace(self.specs, name, data)
 
     def read_specs(self) -> dict[bytes, KVSpec]:
         """Return every readable spec that this directory has held, by namespace."""
