@@ -216,6 +216,10 @@ def test_nothing_is_written_over(full: str, tmp_path: Path) -> None:
         export(full, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["full", "out"]
+    (tmp_path / "other.new").write_text("half of one")
+    with pytest.raises(ValueError, match=r"other\.new.*remove it"):
+        export(full, tmp_path / "other")
+    assert (tmp_path / "other.new").read_text() == "half of one"
 
 
 # -- damage in the store

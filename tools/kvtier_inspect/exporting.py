@@ -193,7 +193,11 @@ def _new_file(path: str) -> Iterator[BinaryIO]:
         raise ValueError(f"{path}: it exists; name a new file")
     temporary = f"{path}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    file = os.fdopen(os.open(temporary, flags, 0o600), "wb")
+    try:
+        file = os.fdopen(os.open(temporary, flags, 0o600), "wb")
+    except FileExistsError:
+        words = "it is another export's, or was left by one that was killed: then remove it"
+        raise ValueError(f"{temporary}: {words}") from None
     try:
         with file:
             yield file
