@@ -40,6 +40,7 @@ LAYERS = (
         "calibration",
         "catalog",
         "follower",
+        "live",
         "mover",
         "prefetcher",
         "purge",

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _FORMAT_LINE: Final = re.compile(rb"kvtier store, format (\d{1,9})\n")
 _FORMAT_BYTES_MAX: Final = 64
 COSTS_BYTES_MAX: Final = 1 << 20
+LIVE_BYTES_MAX: Final = 1 << 16
 LOCK_S_MAX: Final = 1.0
 """How long an open waits for a writer that is going away."""
 LOCK_RETRY_S: Final = 0.01
@@ -145,7 +146,16 @@ class StoreDirectory:
         """Replace what the write budget saved, durably."""
         self._replace(self.root, "writes.msgpack", data)
 
-    def _replace(self, directory: int, name: str, data: bytes) -> None:
+    def write_live(self, data: bytes) -> None:
+        """Replace what is shown to others while the store is open; not durable."""
+        self._replace(self.root, "live.msgpack", data, durable=False)
+
+    def remove_live(self) -> None:
+        """Show nothing any more."""
+        with suppress(OSError):
+            self._fs.unlink(self.root, "live.msgpack")
+
+    def _replace(self, directory: int, name: str, data: bytes, *, durable: bool = True) -> None:
         """Write a small file so that a reader or a crash sees the old one or the new one, whole."""
         fs = self._fs
         temporary = name + _TEMPORARY
@@ -154,11 +164,13 @@ class StoreDirectory:
         fd = fs.open_file(directory, temporary, write=True, create=True)
         try:
             fs.write(fd, [memoryview(data)], 0)
-            fs.sync(fd)
+            if durable:
+                fs.sync(fd)
         finally:
             fs.close(fd)
         fs.rename(directory, temporary, name)
-        fs.sync_directory(directory)
+        if durable:
+            fs.sync_directory(directory)
 
     def leave(self) -> None:
         """Let go of the lock's descriptor in a forked child: the store is its parent's alone."""
@@ -240,6 +252,10 @@ class ReadDirectory:
     def read_writes(self) -> bytes:
         """Return what the write budget saved, empty if nothing or if it cannot be read."""
         return _read_if_there(self._fs, self._root, "writes.msgpack", SAVED_BYTES_MAX)
+
+    def read_live(self) -> bytes:
+        """Return what the store's writer shows, empty if nothing or if it cannot be read."""
+        return _read_if_there(self._fs, self._root, "live.msgpack", LIVE_BYTES_MAX)
 
     def close(self) -> None:
         """Close the directory; idempotent."""

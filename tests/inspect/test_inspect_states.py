@@ -7,9 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 from support import SPEC, WAIT_S, flip, prompt, put, segment_files, variant
 
@@ -27,14 +30,22 @@ FINE, PROBLEMS, USAGE, CANNOT_OPEN = range(4)
 
 
 def contents(path: str | Path) -> dict[str, tuple[Any, ...]]:
-    """Return everything that a command could change about a directory but access times."""
+    """Return everything that a command could change about a directory but access times.
+
+    What an open store shows while somebody looks is its writer's doing, and so is the time of the
+    directory that it is in.
+    """
     found = {}
     for folder, folders, names in os.walk(path):
         for name in (*folders, *names, "."):
             each = Path(folder, name)
+            if name.startswith("live.msgpack"):
+                continue
             status = each.lstat()
             data = b"" if each.is_dir() else each.read_bytes()
             found[str(each)] = (status.st_mode, status.st_size, status.st_mtime_ns, data)
+    if Path(path, "live.msgpack").exists():
+        del found[str(Path(path))]
     return found
 
 
@@ -63,6 +74,8 @@ def test_an_empty_store_is_fine(command: str, tmp_path: Path, inspect_json: RunJ
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_live_store_is_fine(command: str, live: kvtier.Store, inspect: Run) -> None:
     """A command beside a writer sees what is stored, changes nothing, and the writer goes on."""
+    inspect("info", live.path)
+    wait_for(Path(live.path, "live.msgpack").exists)
     before = contents(live.path)
     code, _out, err = inspect(command, live.path)
     assert (code, err) == (FINE, "")
@@ -215,6 +228,38 @@ def test_a_writer_is_seen_without_its_lock(live: kvtier.Store, inspect_json: Run
     assert inspect_json("info", live.path)[1]["writer_pid"] == os.getpid()
     live.close()
     assert inspect_json("info", live.path)[1]["writer_pid"] == 0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_a_writer_shows_its_host_tier_and_budget(live: kvtier.Store, inspect_json: RunJson) -> None:
+    """While a store is open, looking at it is answered with what only its writer knows."""
+    seen: list[Any] = []
+
+    def shown() -> bool:
+        seen.append(inspect_json("info", live.path)[1]["writer_shows"])
+        return seen[-1] is not None
+
+    wait_for(shown)
+    assert (seen[-1]["host_blocks"], seen[-1]["ssd_limit_bytes"]) == (24, 8 << 20)
+    live.close()
+    assert inspect_json("info", live.path)[1]["writer_shows"] is None
+
+
+def test_what_a_writer_shows_is_not_taken_at_its_word(small: Path, inspect: Run) -> None:
+    """A made-up live.msgpack is no traceback, whatever is in it."""
+    for shown in (b"", b"\xc1", msgpack.packb({"tiers": 7}), msgpack.packb([1, 2])):
+        packed = msgpack.packb([1, time.time_ns(), shown])
+        (small / "live.msgpack").write_bytes(packed)
+        assert inspect("info", small, "--json")[0] == FINE
 
 
 def test_names_from_a_store_are_never_obeyed(tmp_path: Path, inspect: Run) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.identity import KVSpec
+from kvtier.live import live_of
 from kvtier.tiers import keeper
 from kvtier.tiers.record_io import probe_reads
 from kvtier.tiers.segment import FORMAT_VERSION
@@ -49,6 +52,18 @@ class NamespaceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """What the writer shows of itself while somebody looks."""
+
+    host_blocks: int
+    host_used_bytes: int
+    host_limit_bytes: int
+    ssd_limit_bytes: int
+    rates: tuple[tuple[str, float], ...]
+    """What its counters rise by in a second."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreInfo:
     """One store at one moment; sizes in bytes as they occupy the disk."""
 
@@ -62,6 +77,7 @@ class StoreInfo:
     segment_disk_bytes: int
     index_disk_bytes: int
     free_bytes: int
+    shown: Shown | None
     findings: tuple[Finding, ...]
     read_ns: int
 
@@ -84,6 +100,25 @@ def _namespace(name: bytes, spec: KVSpec | None, rows: Entries) -> NamespaceInfo
         len(distinct(rows, "tenant")[0]), total(rows["hits"]),
         int(rows["created_ns"].min()), int(rows["last_use_ns"].max()),
     )  # fmt: skip
+
+
+def shown_by(store: Opened) -> Shown | None:
+    """Return what the writer of a store shows; None if there is none, or not yet."""
+    live = live_of(store.directory.read_live(), time.time_ns())
+    if live is None or store.writer == 0:
+        return None
+    try:
+        host, limits = live["tiers"]["host"], live["limits"]
+        rates = tuple((str(name), float(rate)) for name, rate in live["rates"].items())
+        return Shown(
+            int(host["ready"]),
+            int(host["used_bytes"]),
+            int(limits["host_bytes"]),
+            int(limits["ssd_bytes"]),
+            rates if all(isfinite(rate) for _, rate in rates) else (),
+        )
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None
 
 
 def store_info(store: Opened) -> StoreInfo:
@@ -114,7 +149,7 @@ def store_info(store: Opened) -> StoreInfo:
         store.path, store.writer, store.source, probed.io if probed else "unknown", mode,
         found, len(names), sum(there.values()),
         keeper.disk_bytes(directory.index_path), disk.f_bavail * disk.f_frsize,
-        tuple(findings), store.read_ns,
+        shown_by(store), tuple(findings), store.read_ns,
     )  # fmt: skip
 
 
@@ -146,8 +181,11 @@ def to_json(info: StoreInfo) -> dict[str, Any]:
                 "segments": info.segments,
                 "segment_disk_bytes": info.segment_disk_bytes,
                 "index_disk_bytes": info.index_disk_bytes,
-            }
+            },
         },
+        "writer_shows": asdict(info.shown) | {"rates": dict(info.shown.rates)}
+        if info.shown
+        else None,
         "disk_free_bytes": info.free_bytes,
         "read_ns": info.read_ns,
         "namespaces": [_namespace_json(each) for each in info.namespaces],
@@ -188,6 +226,7 @@ def show(info: StoreInfo) -> None:
                 ("ssd", f"{count(blocks)} blocks, {size(payload)} of KV"),
                 ("on disk", f"{size(disk)} {within}"),
                 ("disk free", size(info.free_bytes)),
+                *_shown_words(info.shown),
                 ("access", info.io),
                 ("entries from", info.source),
                 ("health", _health(info.findings)),
@@ -203,6 +242,18 @@ def show(info: StoreInfo) -> None:
 
 def _health(findings: Sequence[Finding]) -> str:
     return "good" if not findings else f"{len(findings)} things are not as they should be"
+
+
+def _shown_words(shown: Shown | None) -> list[tuple[str, object]]:
+    if shown is None:
+        return []
+    host = f"{count(shown.host_blocks)} blocks, {size(shown.host_used_bytes)}"
+    rates = ", ".join(f"{safe(name)} {rate:,.1f}" for name, rate in shown.rates)
+    return [
+        ("host", f"{host} of {size(shown.host_limit_bytes)}"),
+        ("ssd budget", size(shown.ssd_limit_bytes)),
+        ("in a second", rates or "nothing"),
+    ]
 
 
 def writer_words(writer: int | None) -> str:
