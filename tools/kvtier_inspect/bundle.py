@@ -170,7 +170,7 @@ def write_bundle(
 class _Frame:
     """The frame's bytes of a bundle, hashed as they are read; it ends where the trailer begins."""
 
-    def __init__(self, file: BinaryIO, nbytes: int, sha256: hashlib._Hash) -> None:
+    def __init__(self, file: BinaryIO, nbytes: int, sha256: hashlib._Hash | None) -> None:
         self._file = file
         self.left = nbytes
         self._sha256 = sha256
@@ -181,7 +181,8 @@ class _Frame:
         if len(data) != wanted:
             raise FormatError("it became shorter while it was read")
         self.left -= wanted
-        self._sha256.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
         return data
 
 
@@ -270,15 +271,17 @@ class BundleReader:
         return Summary(specs, blocks, self.content_bytes, self._file_bytes, sha256.hexdigest())
 
     def blocks(self) -> Iterator[Contents]:
-        """Return the blocks one after another, each verified again as it is read."""
+        """Return the blocks in turn; each one's checksums are verified again as it is read."""
         with self._named():
-            yield from self._walk(hashlib.sha256(), {}, keep=True)
+            yield from self._walk(None, {}, keep=True)
 
     def _walk(
-        self, sha256: hashlib._Hash, specs: dict[bytes, KVSpec], *, keep: bool
+        self, sha256: hashlib._Hash | None, specs: dict[bytes, KVSpec], *, keep: bool
     ) -> Iterator[Contents]:
         self._file.seek(0)
-        sha256.update(self._file.read(_PREAMBLE.size))
+        preamble = self._file.read(_PREAMBLE.size)
+        if sha256 is not None:
+            sha256.update(preamble)
         frame_bytes = self._file_bytes - _PREAMBLE.size - _TRAILER.size - _DIGEST_BYTES
         frame = _Frame(self._file, frame_bytes, sha256)
         decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Imported", "import_blocks", "read_key", "run"]
 
 BATCH_BLOCKS_MAX: Final = 32
-BATCH_BYTES_MAX: Final = 256 << 20
+BATCH_BYTES_MAX: Final = 64 << 20
 """Blocks that are made durable at once, and the memory they may take unless one takes more."""
 
 
