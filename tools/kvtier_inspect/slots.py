@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["READERS", "SLOT_BYTES_MAX", "UNREAD", "Faults", "SlotReader", "batches", "faults_of"]
 
-READERS: Final = 4
-"""Threads that read and compute checksums."""
+READERS: Final = 8
+"""Threads that read and compute checksums: half of them keep a disk busy while half compute."""
 READ_BYTES_MAX: Final = 8 << 20
 """Neighbouring slots that are read at once; a larger slot is read alone."""
 SLOT_BYTES_MAX: Final = 1 << 30
 """A larger slot is not read: each reader holds one in memory."""
 UNREAD: Final = "could not be read"
 """How a fault begins that is the disk's, not the record's."""
+_HUGE_PAGE: Final = 2 << 20
+_PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages
 _SAID_TWICE: Final = (
     "parent", "tenant", "position", "kind", "codec", "payload_bytes", "created_ns", "priority",
     "expiry_ns",
@@ -117,7 +120,7 @@ class SlotReader:
         return faults
 
     def _work(self, work: Iterator[Batch], faults: Faults) -> None:
-        buffer = memoryview(mmap.mmap(-1, READ_BYTES_MAX))
+        buffer = _memory(READ_BYTES_MAX)
         try:
             while True:
                 with self._lock:
@@ -125,7 +128,7 @@ class SlotReader:
                 if batch is None:
                     return
                 if SLOT_BYTES_MAX >= batch.nbytes > len(buffer):
-                    buffer = memoryview(mmap.mmap(-1, batch.nbytes))
+                    buffer = _memory(batch.nbytes)
                 count, found = self._one(batch, buffer)
                 self._advance(batch.nbytes)
                 with self._lock:
@@ -165,6 +168,15 @@ class SlotReader:
         finally:
             fs.close(fd)
         return count
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return page-aligned memory; in huge pages, where there are any, direct I/O is faster."""
+    memory = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, flags=_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def faults_of(rows: Entries, slots: memoryview) -> dict[int, str]:
