@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
     SPEC,
@@ -141,6 +141,7 @@ def test_a_live_store_can_be_exported(open_store: Callable[..., Any], tmp_path: 
     assert len(contents(str(tmp_path / "out"))) == 4
 
 
+@settings(max_examples=25)
 @given(numbers=st.sets(st.integers(0, 40)), already=st.sets(st.integers(0, 40)))
 def test_import_adds_what_is_missing(
     tmp_path_factory: pytest.TempPathFactory, numbers: set[int], already: set[int]

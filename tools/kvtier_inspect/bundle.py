@@ -25,7 +25,7 @@ import stat
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
+from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
 import xxhash
 import zstandard
@@ -39,7 +39,7 @@ from kvtier.tiers.segment import (
     header_tag,
     keyed_tag,
 )
-from kvtier_inspect.render import count, safe, size
+from kvtier_inspect.summary import Summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -52,11 +52,8 @@ __all__ = [
     "Block",
     "BundleReader",
     "Contents",
-    "Summary",
     "check_record",
     "place",
-    "summary_facts",
-    "summary_plain",
     "write_bundle",
 ]
 
@@ -84,17 +81,6 @@ class Block:
 
     header: bytes | memoryview
     payload: bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a bundle holds: specs by namespace, blocks, bytes uncompressed and in the file."""
-
-    specs: dict[bytes, KVSpec]
-    blocks: int
-    content_bytes: int
-    file_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,29 +374,3 @@ def check_record(record: Record, spec: KVSpec) -> None:
 def place(record: Record) -> tuple[bytes, int, int, bytes]:
     """Return what a bundle's blocks are in the order of: each comes after the one before it."""
     return record.id.namespace, record.created_ns, record.position, record.id.hash
-
-
-# -- for people and for programs
-
-
-def summary_facts(made: Summary) -> list[tuple[str, str]]:
-    """Return what a bundle holds, for people."""
-    share = f", {made.file_bytes / made.content_bytes:.0%}" if made.content_bytes else ""
-    return [
-        *(("spec", f"{key.hex()[:12]}  {safe(spec.model)}") for key, spec in made.specs.items()),
-        ("blocks", count(made.blocks)),
-        ("content", size(made.content_bytes)),
-        ("file", f"{size(made.file_bytes)}{share}"),
-        ("sha256", made.sha256),
-    ]
-
-
-def summary_plain(made: Summary) -> dict[str, Any]:
-    """Return what a bundle holds, for JSON."""
-    return {
-        "namespaces": [key.hex() for key in made.specs],
-        "blocks": made.blocks,
-        "content_bytes": made.content_bytes,
-        "file_bytes": made.file_bytes,
-        "sha256": made.sha256,
-    }

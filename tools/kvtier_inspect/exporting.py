@@ -20,13 +20,12 @@ from kvtier_inspect.bundle import (
     Block,
     check_record,
     place,
-    summary_facts,
-    summary_plain,
     write_bundle,
 )
 from kvtier_inspect.opened import opened
 from kvtier_inspect.render import ExitCode, console, count, emit, facts, safe
 from kvtier_inspect.selecting import chain, matching, namespace_of, row_of
+from kvtier_inspect.summary import summary_facts, summary_plain
 from kvtier_inspect.table import distinct, rows_of, words
 from kvtier_inspect.waiting import progress
 
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from kvtier.identity import KVSpec
     from kvtier.tiers.base import BlockId
     from kvtier.tiers.entries import Entries
-    from kvtier_inspect.bundle import Summary
     from kvtier_inspect.opened import Opened
+    from kvtier_inspect.summary import Summary
 
 __all__ = ["Selection", "StoredBlocks", "ordered", "run", "selected"]
 

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.config import BYTES_MAX, KEY_BYTES, parse_bytes
 from kvtier.tiers.entries import id_at
-from kvtier_inspect.bundle import BundleReader, summary_facts, summary_plain
+from kvtier_inspect.bundle import BundleReader
 from kvtier_inspect.locked import locked
 from kvtier_inspect.render import ExitCode, console, count, emit, facts, safe
+from kvtier_inspect.summary import summary_facts, summary_plain
 from kvtier_inspect.waiting import progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvtier.tiers.ssd import SsdTier
-    from kvtier_inspect.bundle import Contents, Summary
+    from kvtier_inspect.bundle import Contents
     from kvtier_inspect.locked import LockedStore
+    from kvtier_inspect.summary import Summary
 
 __all__ = ["Imported", "import_blocks", "read_key", "run"]
 
