@@ -289,6 +289,19 @@ def test_a_block_that_moves_while_it_is_looked_at_again_is_not_damage(
     assert answers == 2 * check_module.SECOND_LOOKS
 
 
+def test_damage_is_said_where_the_index_cannot_be_asked_again(
+    small: Path,
+) -> None:
+    """An index that is gone by the second look does not excuse a damaged record."""
+    block = block_in(small, 6)
+    flip(segment_files(small)[0], offset_of(6) + 5000)
+    with opened(small) as store:
+        shutil.rmtree(small / "index")
+        report = check(store)
+    assert [each.block for each in report.problems] == [block]
+    assert (report.blocks, report.changed) == (23, 0)
+
+
 def test_show_says_what_is_known_of_a_block(small: Path, inspect_json: RunJson) -> None:
     """Identity, place, parts and neighbours of a block; damage ends with 1."""
     with opened(small) as store:

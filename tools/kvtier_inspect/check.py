@@ -129,20 +129,26 @@ def _settle(store: Opened, suspects: Faults) -> tuple[Faults, dict[BlockId, Loca
     sure: Faults = []
     where: dict[BlockId, Location] = {}
     suspected = len(suspects)
+    unread = 0
     for _ in range(SECOND_LOOKS):
-        with suppress(OSError, FormatError):  # the index cannot be read this time
+        try:
             before = _now(store, suspects)
             doubtful, keep = _suspects(before, segments_of(store.directory, store.fs).found)
             reader = SlotReader(store.directory.segments, store.fs, lambda _nbytes: None)
             doubtful += reader.read(batches(keep))
             after = _now(store, doubtful)
-            steady = _versions(before).items() & _versions(after).items()
-            held = {block for block, _ in steady}
-            sure += [each for each in doubtful if each[0] in held]
-            where |= _places(after, [each for each in doubtful if each[0] in held])
-            suspects = [each for each in doubtful if each[0] not in held]
+        except (OSError, FormatError):
+            unread += 1
+            continue
+        steady = _versions(before).items() & _versions(after).items()
+        held = {block for block, _ in steady}
+        sure += [each for each in doubtful if each[0] in held]
+        where |= _places(after, [each for each in doubtful if each[0] in held])
+        suspects = [each for each in doubtful if each[0] not in held]
         if not suspects:
             break
+    if unread == SECOND_LOOKS:  # nobody says that they moved
+        return suspects, _places(store.entries, suspects), 0
     return sure, where, suspected - len(sure)
 
 
