@@ -98,6 +98,8 @@ def _entries(rows: np.ndarray[Any, Any], first_segment: int) -> np.ndarray[Any, 
     entries["hash"] = stored
     entries["version"] = ENTRY_VERSION
     entries["position"] = rows % 512
+    entries["parent"][1:] = stored[:-1]  # chained as prompts are; a head's parent is stored nowhere
+    entries["parent"][rows % 512 == 0] = np.void(b"root" * 8)
     entries["segment"] = first_segment + rows // SEGMENT_SLOTS
     entries["slot"] = rows % SEGMENT_SLOTS
     entries["slot_bytes"] = SLOT_BYTES

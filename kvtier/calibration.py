@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from kvtier.tiers.directory import ReadDirectory, StoreDirectory
     from kvtier.tiers.throttle import LinkThrottle
 
-__all__ = ["CostBook"]
+__all__ = ["CostBook", "cost_records"]
 
 log = logging.getLogger(__name__)
 
+KINDS: Final = ("compute", "links")
 RECORDS_MAX: Final = 64
 """Records of each kind that are kept; the oldest go."""
 
@@ -77,13 +78,17 @@ class CostBook:
             log.warning("%s: costs.msgpack not written: %s", self._directory.path, error)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        data = self._directory.read_costs()
-        try:
-            kept = msgpack.unpackb(data) if data else {}
-        except (ValueError, msgpack.UnpackException):
-            kept = {}
-        found = kept if isinstance(kept, dict) else {}
-        return {
-            kind: dict(found[kind]) if isinstance(found.get(kind), dict) else {}
-            for kind in self._keys
-        }
+        return cost_records(self._directory.read_costs())
+
+
+def cost_records(data: bytes) -> dict[str, dict[str, Any]]:
+    """Return the records of a cost file by kind, "compute" and "links"; what is damaged is empty.
+
+    The key of a compute record is "namespace|device|host", that of a links record "host|throttles".
+    """
+    try:
+        kept = msgpack.unpackb(data) if data else {}
+    except (ValueError, msgpack.UnpackException):
+        kept = {}
+    found = kept if isinstance(kept, dict) else {}
+    return {kind: dict(found[kind]) if isinstance(found.get(kind), dict) else {} for kind in KINDS}

@@ -15,6 +15,7 @@ from kvtier.config import ByteSize, StoreConfig, parse_bytes
 from kvtier.demoter import Demoter
 from kvtier.errors import SpecMismatch, StoreFailed, TransferFailed
 from kvtier.identity import BlockKeys, KVSpec
+from kvtier.live import LivePublisher
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
 from kvtier.plan import Residency, Step, Tier
@@ -31,6 +32,7 @@ from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.segment import size_class
+from kvtier.tiers.looks import FileLooks
 from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
@@ -214,6 +216,28 @@ class Store(StoreView):
         self._use(
             Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
         )
+        self._live = self._shown()
+
+    def _shown(self) -> LivePublisher | None:
+        try:
+            looks = FileLooks(f"{self.path}/FORMAT")
+        except OSError as error:
+            log.info(
+                "%s: nobody hears who looks, live.msgpack is not written: %s", self.path, error
+            )
+            return None
+        live = LivePublisher(
+            looks, self._what_is_shown, self._directory.write_live,
+            clock=self._clock, failed=self._fail,
+        )  # fmt: skip
+        live.start()
+        return live
+
+    def _what_is_shown(self) -> dict[str, Any]:
+        stats = self.stats()
+        limits = {"host_bytes": self.config.host_bytes, "ssd_bytes": self.config.ssd_bytes}
+        shown = {name: stats[name] for name in ("counters", "tiers", "pins")}
+        return {**shown, "namespace": self._namespace.hex(), "pid": os.getpid(), "limits": limits}
 
     def _open_ssd(self, fs: FileSystem, metrics: Metrics) -> SsdTier:
         config, directory = self.config, self._directory
@@ -405,6 +429,9 @@ class Store(StoreView):
         """Flush within ``close_s_max``, keep what was learned, release everything; idempotent."""
         if not self._begin_close():
             return
+        if self._live is not None:
+            self._live.close()
+            self._directory.remove_live()
         if self._failure is None:
             left = self._flush(self.config.close_s_max)
             if left:

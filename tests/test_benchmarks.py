@@ -420,3 +420,27 @@ def test_without_the_rival_there_are_no_ratios(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr[-2000:]
     assert "no environment can be made" in " ".join(done.stdout.split())
     assert not out.exists()
+
+
+# -- the inspector benchmark
+
+
+def test_the_inspector_benchmark_runs_on_the_smallest_cases(tmp_path: Path) -> None:
+    """Every part once, every command fine, and no file left."""
+    pytest.importorskip("rich")
+    out, folder = tmp_path / "inspector.json", tmp_path / "disk"
+    done = run("inspector.py", "--dir", str(folder), "--json", str(out))
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: too slow here, which is no bug
+    value = json.loads(out.read_text())
+    assert set(value) == KEYS
+    assert list(value["ratios"]) == [
+        "check_vs_raw_1MiB",
+        "help_s",
+        "info_1m_s",
+        "ls_1m_s",
+        "tree_1m_s",
+        "write_beside_inspector",
+    ]
+    assert all(number > 0 for number in value["ratios"].values())
+    assert value["settings"]["million_blocks"] == 4096
+    assert not list(folder.iterdir())

@@ -301,6 +301,16 @@ def test_specs_are_kept_by_their_namespace(tmp_path: Path) -> None:
     directory.close()
 
 
+def test_a_damaged_spec_is_written_anew(tmp_path: Path) -> None:
+    """A spec's file is what it must be whenever its store is open, whatever it was before."""
+    kvtier.open(tmp_path, SPEC).close()
+    file = tmp_path / "specs" / f"{SPEC.namespace.hex()}.msgpack"
+    for damaged in (b"", b"junk", SPEC.to_bytes()[:-1], bytes(2 << 20)):
+        file.write_bytes(damaged)
+        kvtier.open(tmp_path, SPEC).close()
+        assert file.read_bytes() == SPEC.to_bytes()
+
+
 def test_the_store_is_opened_by_any_kind_of_path(tmp_path: Path) -> None:
     """A relative path and a path through a link to the store's folder work."""
     (tmp_path / "real").mkdir()

@@ -52,6 +52,7 @@ LAYERS = (
         "demoter",
         "follower",
         "layerwise",
+        "live",
         "loop",
         "mover",
         "orders",

@@ -934,3 +934,121 @@ def test_a_reader_whose_keeper_died_starts_another(tmp_path: Path) -> None:
         assert live(reader.snapshot()[1]) == expected(1, 2)
     with pytest.raises(OSError, match="closed"):
         reader.snapshot()
+
+
+# -- an onlooker: a reader that nobody knows of
+
+
+@contextmanager
+def looking(path: Path) -> Iterator[LmdbIndexReader]:
+    """Open a reader that changes no file for the length of a scope."""
+    reader = LmdbIndexReader(str(path), onlooker=True)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def test_an_onlooker_changes_no_file(tmp_path: Path) -> None:
+    """It reads all there is, needs no lock file, and leaves none and no trace in one."""
+    with opened(tmp_path) as index:
+        index.commit(entries_of(20_000), [])
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        with looking(tmp_path) as onlooker:
+            assert live(onlooker.snapshot()[1]) == expected(*range(20_000))
+            assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "lock.mdb").unlink()
+    with looking(tmp_path) as onlooker:
+        assert live(onlooker.snapshot()[1]) == expected(*range(20_000))
+    assert {path.name for path in tmp_path.iterdir()} == {"data.mdb"}
+
+
+@pytest.mark.parametrize("commits", [0, 1, 2, 5])
+def test_what_an_onlooker_read_counts_only_if_it_was_still_there(
+    tmp_path: Path, commits: int
+) -> None:
+    """One commit frees pages but writes over none that a transaction before it needs; two may."""
+    with opened(tmp_path) as index:
+        index.commit(entries_of(1000), [])
+        onlooker = keeper.Index(str(tmp_path), keeper.ONLOOKER)
+        attempts: list[int] = []
+
+        def read(transaction: Any, attempt: int) -> int:
+            attempts.append(attempt)
+            if attempt == 0:
+                for number in range(commits):
+                    index.commit([entry(number, segment=9)], [])
+            return int(transaction.id())
+
+        read_in = onlooker._read(read)
+        onlooker.close()
+    assert attempts == ([0] if commits < 2 else [0, 1])
+    assert read_in == 2 + (commits if commits >= 2 else 0)
+
+
+def test_an_onlooker_of_an_index_that_never_rests_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not try for ever, and what fails because pages were written over is no fault."""
+    monkeypatch.setattr(keeper, "ONLOOKER_TRIES_MAX", 5)
+    with opened(tmp_path) as index:
+        index.commit(entries_of(100), [])
+        onlooker = keeper.Index(str(tmp_path), keeper.ONLOOKER)
+        attempts: list[int] = []
+
+        def read(_transaction: Any, attempt: int) -> None:
+            attempts.append(attempt)
+            for _ in range(2):
+                index.commit([entry(1, segment=attempt)], [])
+            raise keeper.Unreadable("torn")
+
+        with pytest.raises(keeper.Unreadable, match="changes faster"):
+            onlooker._read(read)
+        onlooker.close()
+    assert attempts == [0, 1, 2, 3, 4]
+
+
+def test_an_onlooker_sees_whole_states_of_an_index_that_changes_all_the_time(
+    tmp_path: Path,
+) -> None:
+    """Each snapshot beside a busy writer is what one of its commits left, to the last entry."""
+    width = 20_000
+    with opened(tmp_path) as index, looking(tmp_path) as onlooker:
+        index.commit(entries_of(width), [])
+        done = threading.Event()
+        last = 0
+
+        def write() -> None:
+            nonlocal last
+            while not done.is_set():
+                index.commit([entry(last + width)], [block(last)])
+                last += 1
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        firsts = []
+        try:
+            for _ in range(15):
+                entries = onlooker.snapshot()[1]
+                first = int.from_bytes(id_at(entries, 0).hash, "big")
+                assert entries.tobytes() == b"".join(entries_of(width, first))
+                firsts.append(first)
+        finally:
+            done.set()
+            writer.join(WAIT_S)
+    assert firsts == sorted(firsts)
+    assert 0 < firsts[-1] <= last
+
+
+def test_an_onlooker_that_is_stopped_does_not_make_the_index_grow(tmp_path: Path) -> None:
+    """However long it takes over its answer, it keeps nobody from using freed pages again."""
+    with opened(tmp_path) as index, looking(tmp_path) as onlooker:
+        index.commit(entries_of(600), [])
+        settled = churn(index, 20)
+        onlooker.snapshot()
+        os.kill(keeper_of(onlooker), signal.SIGSTOP)
+        try:
+            churn(index, 100)
+            assert index.disk_bytes() <= 2 * settled
+        finally:
+            os.kill(keeper_of(onlooker), signal.SIGCONT)

@@ -8,6 +8,7 @@ import os
 import re
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import FormatError, StoreFailed, StoreLocked
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _FORMAT_LINE: Final = re.compile(rb"kvtier store, format (\d{1,9})\n")
 _FORMAT_BYTES_MAX: Final = 64
 COSTS_BYTES_MAX: Final = 1 << 20
+LIVE_BYTES_MAX: Final = 1 << 16
 LOCK_S_MAX: Final = 1.0
 """How long an open waits for a writer that is going away."""
 LOCK_RETRY_S: Final = 0.01
@@ -119,23 +121,13 @@ class StoreDirectory:
 
     def keep_spec(self, spec: KVSpec) -> None:
         """Make the spec durable under its namespace, before its first record."""
-        name = f"{spec.namespace.hex()}.msgpack"
-        if name in self._fs.names(self.specs):
-            return
-        self._replace(self.specs, name, spec.to_bytes())
+        name, data = f"{spec.namespace.hex()}.msgpack", spec.to_bytes()
+        if _read_if_there(self._fs, self.specs, name, SPEC_BYTES_MAX) != data:
+            self._replace(self.specs, name, data)
 
     def read_specs(self) -> dict[bytes, KVSpec]:
         """Return every readable spec that this directory has held, by namespace."""
-        found = {}
-        for name in self._fs.names(self.specs):
-            if not name.endswith(".msgpack"):
-                continue
-            try:
-                spec = KVSpec.from_bytes(_read(self._fs, self.specs, name, SPEC_BYTES_MAX))
-            except (FormatError, OSError):
-                continue
-            found[spec.namespace] = spec
-        return found
+        return _read_specs(self._fs, self.specs)[0]
 
     def read_costs(self) -> bytes:
         """Return the cost file, empty if there is none or it cannot be read."""
@@ -154,7 +146,16 @@ class StoreDirectory:
         """Replace what the write budget saved, durably."""
         self._replace(self.root, "writes.msgpack", data)
 
-    def _replace(self, directory: int, name: str, data: bytes) -> None:
+    def write_live(self, data: bytes) -> None:
+        """Replace what is shown to others while the store is open; not durable."""
+        self._replace(self.root, "live.msgpack", data, durable=False)
+
+    def remove_live(self) -> None:
+        """Show nothing any more."""
+        with suppress(OSError):
+            self._fs.unlink(self.root, "live.msgpack")
+
+    def _replace(self, directory: int, name: str, data: bytes, *, durable: bool = True) -> None:
         """Write a small file so that a reader or a crash sees the old one or the new one, whole."""
         fs = self._fs
         temporary = name + _TEMPORARY
@@ -163,11 +164,13 @@ class StoreDirectory:
         fd = fs.open_file(directory, temporary, write=True, create=True)
         try:
             fs.write(fd, [memoryview(data)], 0)
-            fs.sync(fd)
+            if durable:
+                fs.sync(fd)
         finally:
             fs.close(fd)
         fs.rename(directory, temporary, name)
-        fs.sync_directory(directory)
+        if durable:
+            fs.sync_directory(directory)
 
     def leave(self) -> None:
         """Let go of the lock's descriptor in a forked child: the store is its parent's alone."""
@@ -217,7 +220,8 @@ class ReadDirectory:
             raise FormatError(f"{self.path}: not a kvtier store (no FORMAT file)")
         _check_format(fs, self._root, self.path)
         self.segments = self._keep(fs.open_existing_directory("segments", self._root))
-        self._keep(fs.open_existing_directory("index", self._root))  # is one, not a link to one
+        with suppress(FileNotFoundError):  # as unreadable as a damaged one
+            self._keep(fs.open_existing_directory("index", self._root))  # not a link to one
 
     def _keep(self, fd: int) -> int:
         self._open.append(fd)
@@ -228,9 +232,30 @@ class ReadDirectory:
         """Where the index lives."""
         return f"{self.path}/index"
 
+    def read_specs(self) -> tuple[dict[bytes, KVSpec], dict[str, str]]:
+        """Return the specs by namespace, and by file name what is wrong with the other ones."""
+        try:
+            specs = self._fs.open_existing_directory("specs", self._root)
+        except FileNotFoundError:
+            return {}, {}
+        except OSError as error:
+            return {}, {"specs": error.strerror or str(error)}
+        try:
+            return _read_specs(self._fs, specs)
+        finally:
+            self._fs.close(specs)
+
     def read_costs(self) -> bytes:
         """Return the cost file, empty if there is none or it cannot be read."""
         return _read_if_there(self._fs, self._root, "costs.msgpack", COSTS_BYTES_MAX)
+
+    def read_writes(self) -> bytes:
+        """Return what the write budget saved, empty if nothing or if it cannot be read."""
+        return _read_if_there(self._fs, self._root, "writes.msgpack", SAVED_BYTES_MAX)
+
+    def read_live(self) -> bytes:
+        """Return what the store's writer shows, empty if nothing or if it cannot be read."""
+        return _read_if_there(self._fs, self._root, "live.msgpack", LIVE_BYTES_MAX)
 
     def close(self) -> None:
         """Close the directory; idempotent."""
@@ -245,6 +270,25 @@ def _check_format(fs: FileSystem, root: int, path: str) -> None:
     version = int(match[1])
     if version != FORMAT_VERSION:
         raise FormatError(f"{path}: store of format {version}; this kvtier reads {FORMAT_VERSION}")
+
+
+def _read_specs(fs: FileSystem, specs: int) -> tuple[dict[bytes, KVSpec], dict[str, str]]:
+    found: dict[bytes, KVSpec] = {}
+    faults: dict[str, str] = {}
+    for name in fs.names(specs):
+        if not name.endswith(".msgpack"):
+            continue
+        try:
+            spec = KVSpec.from_bytes(_read(fs, specs, name, SPEC_BYTES_MAX))
+        except FormatError as error:
+            faults[name] = str(error)
+        except OSError as error:
+            faults[name] = error.strerror or str(error)
+        else:
+            found[spec.namespace] = spec
+            if name != f"{spec.namespace.hex()}.msgpack":
+                faults[name] = f"holds the spec of namespace {spec.namespace.hex()}"
+    return found, faults
 
 
 def _read(fs: FileSystem, directory: int, name: str, limit: int) -> bytes:

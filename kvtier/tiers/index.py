@@ -230,11 +230,13 @@ class LmdbIndexReader:
     """The index in ``path`` as another process than its writer's follows it; thread-safe.
 
     A process of its own reads it, in transactions of milliseconds, and is started again when it
-    died. It finds the index by itself when its writer starts over.
+    died. It finds the index by itself when its writer starts over. With ``onlooker`` it changes no
+    file: the writer does not know of it, and it works where this process may not write.
     """
 
-    def __init__(self, path: str, *, reply_s_max: float = 60.0) -> None:
+    def __init__(self, path: str, *, onlooker: bool = False, reply_s_max: float = 60.0) -> None:
         self._path = path
+        self._bytes_max = keeper.ONLOOKER if onlooker else 0
         self._reply_s_max = reply_s_max
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -296,7 +298,9 @@ class LmdbIndexReader:
             if self._closed:
                 raise OSError(errno.EBADF, f"{self._path}: the index is closed")
             if self._link is None or self._link.fault is not None:
-                self._link = Link(self._path, 0, lock_fd=None, reply_s_max=self._reply_s_max)
+                self._link = Link(
+                    self._path, self._bytes_max, lock_fd=None, reply_s_max=self._reply_s_max
+                )
             return self._link
 
 

@@ -17,9 +17,12 @@ import stat
 import struct
 import sys
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Final
+from functools import partial
+from typing import IO, TYPE_CHECKING, Final, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import lmdb
 
     Transaction = lmdb.Transaction[bytes]
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     Database = lmdb._Database  # noqa: SLF001 - the stubs' only name for it
 
 __all__ = ["Index", "Keeper", "Unreadable", "disk_bytes", "main"]
+
+T = TypeVar("T")
 
 REQUEST: Final = struct.Struct("<BQ")
 """Which request, and the bytes of its body."""
@@ -63,6 +68,14 @@ CHANGE_SHARE_BYTES: Final = 1 << 10
 """Records of the journal, and of a small index one per so much: it leaves room for entries."""
 CHUNK_ROWS: Final = 8192
 """Rows that one read transaction copies, some milliseconds: it pins the pages it reads."""
+READ_AHEAD_BYTES: Final = 128 << 10
+"""What Linux reads for one advice at the least, by default."""
+ONLOOKER: Final = -1
+"""In the place of ``bytes_max``: a reader that nobody knows of. It changes no file, so it may read
+where it may not write, and pins no page: what it read counts only if it was still there then."""
+ONLOOKER_TRIES_MAX: Final = 200
+"""How often it reads a piece again, smaller and smaller, because it changed meanwhile."""
+_CHUNK_HALVINGS_MAX: Final = 7
 MAP_BYTES_FIRST: Final = 16 << 20
 """The map at first, doubled on demand; puts leave an eighth of the limit to removals."""
 DATA_BYTES_MAX: Final = 2 << 30
@@ -98,15 +111,19 @@ def disk_bytes(path: str) -> int:
 
 
 class Index:
-    """The index in ``path``; ``bytes_max`` is 0 for a reader, and its only writer makes it."""
+    """The index in ``path``; its only writer makes it.
+
+    ``bytes_max`` is 0 for a reader, and ``ONLOOKER`` for one that is not in the reader table.
+    """
 
     def __init__(self, path: str, bytes_max: int) -> None:
         self._path = path
-        self._bytes_max = bytes_max
+        self._onlooker = bytes_max == ONLOOKER
+        self._bytes_max = bytes_max = max(bytes_max, 0)
         self._put_bytes_max = bytes_max - bytes_max // 8
         self._file = _inode(path)
         first = min(MAP_BYTES_FIRST, self._put_bytes_max or MAP_BYTES_FIRST)
-        self._env = _environment(path, first, readonly=not bytes_max)
+        self._env = _environment(path, first, readonly=not bytes_max, lock=not self._onlooker)
         if bytes_max:
             self._entries, self._changes = self._make()
         else:
@@ -148,32 +165,72 @@ class Index:
             self._env.set_mapsize(0)  # the writer's
             return self._env.begin(buffers=False)
 
+    def _read(self, what: Callable[[Transaction, int], T]) -> T:
+        """Return what a read transaction finds; ``what`` also gets how often it was tried before.
+
+        An onlooker's transaction N keeps nobody from reusing pages. Transaction W reuses what was
+        freed up to W - 2, so the first to write over a page of N is N + 3, once N + 2 is committed.
+        """
+        import lmdb
+
+        for attempt in range(ONLOOKER_TRIES_MAX):
+            with self._begin() as transaction:
+                found: T | None = None
+                failure: Exception | None = None
+                try:
+                    found = what(transaction, attempt)
+                except (lmdb.Error, Unreadable, struct.error) as error:
+                    failure = error
+                still = self._env.info()["last_txnid"] <= transaction.id() + 1
+            if self._onlooker and not still:
+                continue
+            if failure is not None:
+                raise failure
+            return cast("T", found)
+        raise Unreadable("it changes faster than it can be read")
+
     def walk(self) -> tuple[bytes, int]:
         """Copy all rows, in the order of their keys, to a file that has no name."""
-        with self._begin() as transaction:
-            birth = transaction.get(_BIRTH, b"", db=self._changes)
-            before = _last(transaction.cursor(self._changes))
+        self._read_ahead()
+        birth, before = self._read(self._head)
         rows = 0
         key = b""
         with _nameless() as out:
-            while chunk := self._chunk(key):
+            while chunk := self._read(partial(self._chunk, key)):
                 out.write(b"".join(chunk))
                 rows += len(chunk) // 2
                 key = chunk[-2]
             out.flush()
-            with self._begin() as transaction:
-                unchanged = _last(transaction.cursor(self._changes)) == before
-                counted = transaction.stat(self._entries)["entries"]
-            _expect(not unchanged or counted == rows, f"{rows} of its {counted} entries are there")
+            last, counted = self._read(self._counted)
+            complete = last != before or counted == rows
+            _expect(complete, f"{rows} of its {counted} entries are there")
             return WALKED.pack(birth, before, rows), os.dup(out.fileno())
 
-    def _chunk(self, after: bytes) -> list[bytes]:
+    def _read_ahead(self) -> None:
+        # In the order of its keys the file is read a page here and a page there: forty times as
+        # long, where it is not in memory.
+        fd = os.open(f"{self._path}/{FILES[0]}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for start in range(0, os.fstat(fd).st_size, READ_AHEAD_BYTES):
+                os.posix_fadvise(fd, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+    def _head(self, transaction: Transaction, _attempt: int) -> tuple[bytes, int]:
+        birth = transaction.get(_BIRTH, b"", db=self._changes)
+        return birth, _last(transaction.cursor(self._changes))
+
+    def _counted(self, transaction: Transaction, _attempt: int) -> tuple[int, int]:
+        entries = transaction.stat(self._entries)["entries"]
+        return _last(transaction.cursor(self._changes)), entries
+
+    def _chunk(self, after: bytes, transaction: Transaction, attempt: int) -> list[bytes]:
         """Return keys and values in turn, of the rows after a key; keys rise, so a walk ends."""
-        with self._begin() as transaction:
-            cursor = transaction.cursor(self._entries)
-            if not cursor.set_range(after) or (cursor.key() == after and not cursor.next()):
-                return []
-            flat = list(itertools.chain.from_iterable(itertools.islice(cursor, CHUNK_ROWS)))
+        cursor = transaction.cursor(self._entries)
+        if not cursor.set_range(after) or (cursor.key() == after and not cursor.next()):
+            return []
+        count = CHUNK_ROWS >> min(attempt, _CHUNK_HALVINGS_MAX)
+        flat = list(itertools.chain.from_iterable(itertools.islice(cursor, count)))
         keys = flat[0::2]
         _expect(set(map(len, keys)) == {KEY_BYTES}, "a key has another size")
         _expect(set(map(len, flat[1::2])) == {VALUE_BYTES}, "an entry has another size")
@@ -183,17 +240,19 @@ class Index:
 
     def since(self, sequence: int) -> bytes:
         """Return the changes after a sequence number."""
+        return self._read(partial(self._journal, sequence))
+
+    def _journal(self, sequence: int, transaction: Transaction, _attempt: int) -> bytes:
         records: list[bytes] = []
-        with self._begin() as transaction:
-            birth = transaction.get(_BIRTH, b"", db=self._changes)
-            changes = transaction.cursor(self._changes)
-            last = _last(changes)
-            if sequence < last and changes.set_range(SEQUENCE.pack(sequence + 1)):
-                for key, record in itertools.islice(changes, CHANGES_KEPT):
-                    if key != SEQUENCE.pack(sequence + 1 + len(records)):
-                        break  # trimmed
-                    _expect(len(record) in (1 + KEY_BYTES, RECORD_BYTES), "a change's size")
-                    records.append(record.ljust(RECORD_BYTES, b"\0"))
+        birth = transaction.get(_BIRTH, b"", db=self._changes)
+        changes = transaction.cursor(self._changes)
+        last = _last(changes)
+        if sequence < last and changes.set_range(SEQUENCE.pack(sequence + 1)):
+            for key, record in itertools.islice(changes, CHANGES_KEPT):
+                if key != SEQUENCE.pack(sequence + 1 + len(records)):
+                    break  # trimmed
+                _expect(len(record) in (1 + KEY_BYTES, RECORD_BYTES), "a change's size")
+                records.append(record.ljust(RECORD_BYTES, b"\0"))
         count = len(records) if sequence + len(records) == last else -1
         return JOURNAL.pack(birth, last, count) + b"".join(records[: max(count, 0)])
 
@@ -262,7 +321,9 @@ class Index:
             there = changes.delete() and bool(changes.key())
 
 
-def _environment(path: str, map_bytes: int, *, readonly: bool = False) -> lmdb.Environment:
+def _environment(
+    path: str, map_bytes: int, *, readonly: bool = False, lock: bool = True
+) -> lmdb.Environment:
     """Open what is there; ``Unreadable`` where LMDB would take it for something else."""
     import lmdb
 
@@ -276,6 +337,7 @@ def _environment(path: str, map_bytes: int, *, readonly: bool = False) -> lmdb.E
         path,
         map_size=map_bytes,
         readonly=readonly,
+        lock=lock,
         create=False,
         mode=0o600,
         max_dbs=2,
@@ -358,7 +420,7 @@ class Keeper:
         return ANSWER.pack(status, code, disk, self._written, len(reply)) + reply, fd
 
     def _serve(self, request: int, body: bytes) -> tuple[bytes, int | None]:
-        if self._index is not None and not self._bytes_max and not self._index.current():
+        if self._index is not None and self._bytes_max <= 0 and not self._index.current():
             self._index.close()
             self._index = None
         if self._index is None:

@@ -57,8 +57,9 @@ class Answer:
 class Link:
     """A keeper, from its start to its end, over the index in ``path``; thread-safe.
 
-    ``bytes_max`` 0 starts a reader's. ``lock_fd`` stays open in the keeper until that is gone.
-    ``fault`` says why there is no keeper any more. Every ``OSError`` names ``path``.
+    ``bytes_max`` 0 starts a reader's, ``keeper.ONLOOKER`` one that no writer knows of. ``lock_fd``
+    stays open in the keeper until that is gone. ``fault`` says why there is no keeper any more.
+    Every ``OSError`` names ``path``.
     """
 
     def __init__(

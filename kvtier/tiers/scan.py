@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.base import BlockId, Location, Record
     from kvtier.tiers.fs import FileSystem
 
-__all__ = ["find_segments", "record_offset", "scan_headers", "segment_name"]
+__all__ = ["find_segment", "find_segments", "record_offset", "scan_headers", "segment_name"]
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def find_segments(directory: int, fs: FileSystem) -> tuple[dict[int, FoundSegmen
                 unused_bytes += _stranger(directory, fs, name)
                 continue
             segment = int(match[1], 16)
-            found[segment] = _found(directory, fs, segment)
+            found[segment] = find_segment(directory, fs, segment)
         except FormatError as error:
             log.warning("segments/%s is damaged and removed: %s", name, error)
             fs.unlink(directory, name)
@@ -93,7 +93,8 @@ def scan_headers(directory: int, fs: FileSystem, slots: Iterable[Location]) -> l
     return [entry for _, entry in best.values()]
 
 
-def _found(directory: int, fs: FileSystem, segment: int) -> FoundSegment:
+def find_segment(directory: int, fs: FileSystem, segment: int) -> FoundSegment:
+    """Return what a segment's file shows; ``FormatError`` says what is wrong with it."""
     page = bytearray(PAGE_BYTES)
     fd = fs.open_file(directory, segment_name(segment), write=False, create=False)
     try:

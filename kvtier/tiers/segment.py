@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT_VERSION",
+    "HEADER",
     "HEADER_PAGES_MAX",
     "PAGE_BYTES",
     "SLOTS_MAX",
@@ -61,6 +62,21 @@ _PARTS: Final = np.dtype(
     ]
 )
 """``_PART`` as rows of a table."""
+HEADER: Final = np.dtype(
+    {
+        "names": [
+            "namespace", "tenant", "tag", "hash", "parent", "position", "kind", "codec", "parts",
+            "payload_bytes", "created_ns", "priority", "expiry_ns",
+        ],
+        "formats": [
+            "V32", "V32", "V32", "V32", "V32", "<u8", "<u2", "<u2", "<u4",
+            "<u8", "<u8", "<i4", "<u8",
+        ],
+        "offsets": [32, 64, 96, 128, 160, 192, 200, 202, 204, 208, 216, 224, 232],
+        "itemsize": 256,
+    }
+)  # fmt: skip
+"""The fixed part of a header, for whoever compares many; it says nothing about their checksums."""
 PartTable = np.ndarray[Any, np.dtype[np.void]]
 _CHECKSUM: Final = slice(16, 32)
 _TAG: Final = slice(96, 128)

@@ -14,7 +14,7 @@ import msgpack
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["WriteBudget"]
+__all__ = ["WriteBudget", "spent_bytes"]
 
 _HOURS: Final = 24
 _HOUR_NS: Final = 3600 * 10**9
@@ -102,6 +102,12 @@ class WriteBudget:
     def _forget_old(self) -> None:
         first = self._hour() - _HOURS
         self._spent = {hour: spent for hour, spent in self._spent.items() if hour >= first}
+
+
+def spent_bytes(saved: bytes, now_ns: int) -> int:
+    """Return what ``saved`` says was written in the last 24 hours; 0 if it cannot be read."""
+    first = now_ns // _HOUR_NS - _HOURS
+    return sum(spent for hour, spent in _decode(saved).items() if hour >= first)
 
 
 def _encode(spent: dict[int, int]) -> bytes:
