@@ -31,8 +31,8 @@ from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndex
-from kvtier.tiers.segment import size_class
 from kvtier.tiers.looks import FileLooks
+from kvtier.tiers.segment import size_class
 from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
