@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvtier import StoreConfig
-from kvtier.config import parse_bytes
+from kvtier.config import POLICIES, parse_bytes
+from kvtier.policies import POLICY
 
 
 @pytest.mark.parametrize(
@@ -115,3 +116,12 @@ def test_bad_value_names_its_field(name: str, value: Any) -> None:
     """A value out of range or of another type is refused, and the message names the field."""
     with pytest.raises((ValueError, TypeError), match=name):
         StoreConfig(**{"host_bytes": 0, "ssd_bytes": 0, name: value})
+
+
+def test_every_policy_has_its_name() -> None:
+    """The names that a store takes are those of the policies there are, and the default is one."""
+    assert set(POLICIES) == set(POLICY)
+    assert all(
+        StoreConfig(host_bytes=0, ssd_bytes=0, policy=name).policy == name for name in POLICIES
+    )
+    assert StoreConfig(host_bytes=0, ssd_bytes=0).policy == "priced"

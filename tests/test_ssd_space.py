@@ -24,6 +24,7 @@ from support import (
     prompt_keys,
     put,
     segment_files,
+    settle,
     tiny_budget,
     variant,
 )
@@ -399,3 +400,18 @@ def test_sizes_on_disk_do_not_depend_on_how_it_got_there(open_store: Open) -> No
     shutil.copytree(store.path, copy)
     assert bring_back(open_store(path=copy, host_bytes=0), prompt_keys(4)).loaded == 4
     assert expected(prompt_keys(4), 0) != expected(prompt_keys(4), 1)
+
+
+def test_a_full_prefix_closed_store_holds_prefixes(open_store: Open) -> None:
+    """Whatever is put into a full store and used, what it has of each prompt is its beginning."""
+    store = open_store(host_bytes=0, policy="prefix-closed", **tiny_budget(24))
+    prompts = [prompt_keys(blocks, seed) for seed, blocks in enumerate((6, 9, 4, 12, 7, 3, 15, 8))]
+    for again in range(3):
+        for keys in prompts:
+            bring_back(store, keys)
+            put(store, keys)
+            settle(store)
+            for each in prompts:
+                found = [tier is not None for tier in store.lookup(each).tiers]
+                assert found == sorted(found, reverse=True), f"round {again}"
+    assert store.stats()["counters"]["evicted_blocks_ssd"] > 0
