@@ -19,6 +19,7 @@ from support import (
     eventually,
     expected,
     faulty_index,
+    filled_slots,
     flip,
     prompt,
     prompt_keys,
@@ -415,3 +416,13 @@ def test_a_full_prefix_closed_store_holds_prefixes(open_store: Open) -> None:
                 found = [tier is not None for tier in store.lookup(each).tiers]
                 assert found == sorted(found, reverse=True), f"round {again}"
     assert store.stats()["counters"]["evicted_blocks_ssd"] > 0
+
+
+def test_a_prefix_closed_store_writes_nothing_that_cannot_be_reached(open_store: Open) -> None:
+    """A block whose beginning is not stored is dropped; with its beginning it is kept."""
+    store = open_store(host_bytes=0, policy="prefix-closed")
+    keys = prompt_keys(4)
+    slots = filled_slots(keys)
+    assert store.put(keys, slots, blocks=range(2, 4)).result(30).dropped == 2
+    assert store.put(keys, slots, blocks=range(2)).result(30).stored == 2
+    assert store.put(keys, slots, blocks=range(2, 4)).result(30).stored == 2
