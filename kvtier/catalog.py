@@ -1,8 +1,8 @@
 """Who is where: the one owner of residency and pins.
 
 Columns, not objects: a dict from block hash to row, and arrays over rows. A block may have a copy
-in host memory and one on the SSD, each with its own life (``lifecycle``). Only READY copies are
-ever shown. A pinned copy is not evicted.
+on the device, one in host memory and one on the SSD, each with its own life (``lifecycle``). Only
+READY copies are ever shown. A pinned copy is not evicted.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ __all__ = ["USES_KEPT", "Catalog", "CopyState"]
 USES_KEPT: Final = 1 << 16
 """Blocks whose uses are remembered until ``uses`` takes them; uses of others are not recorded."""
 
-_TIERS: Final = (Tier.HOST, Tier.SSD)
-_BIT: Final = {Tier.HOST: 1, Tier.SSD: 2}
-_SHOWN: Final[tuple[tuple[Tier, ...], ...]] = ((), (Tier.HOST,), (Tier.SSD,), (Tier.HOST, Tier.SSD))
-"""The tiers that a sum of bits stands for."""
+_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.SSD)
+_BIT: Final = {Tier.HOST: 1, Tier.SSD: 2, Tier.DEVICE: 4}
+_SHOWN: Final[tuple[tuple[Tier, ...], ...]] = tuple(
+    tuple(tier for tier in _TIERS if bits & _BIT[tier]) for bits in range(8)
+)
+"""The tiers that a sum of bits stands for, fastest first."""
 _LAST_USE_NS_MAX: Final = (1 << 63) - 1
 
 
@@ -68,12 +70,12 @@ class Catalog:
         self._states = {tier: array("B") for tier in _TIERS}
         self._pins = {tier: array("i") for tier in _TIERS}
         self._shown = array("B")  # the sum of the bits of the tiers in which a block is READY
-        self._host_slot = array("I")
+        self._slots = {Tier.DEVICE: array("I"), Tier.HOST: array("I")}
         self._places = Places()
         self._last_use_ns = array("q")
         self._columns = (
             *self._states.values(), *self._pins.values(), self._shown,
-            self._host_slot, *self._places.columns, self._last_use_ns,
+            *self._slots.values(), *self._places.columns, self._last_use_ns,
         )  # fmt: skip
 
     # -- looking
@@ -111,8 +113,9 @@ class Catalog:
     def location(self, row: int, tier: Tier) -> Location:
         """Return where a row's READY copy lies."""
         with self.changed:
-            host = tier is Tier.HOST
-            return Location(0, self._host_slot[row], 0) if host else self._places.at(row)
+            if tier is Tier.SSD:
+                return self._places.at(row)
+            return Location(0, self._slots[tier][row], 0)
 
     def places(self, namespace: bytes, hashes: Iterable[bytes]) -> list[Location | None]:
         """Return where each block's READY copy on the SSD lies; None for those that have none."""
@@ -139,8 +142,8 @@ class Catalog:
         """Return the rows with a copy in any state that match all filters; None matches all."""
         with self.changed:
             chosen = self._rows.matching(namespace, tenant_digest)
-            host, ssd = (np.asarray(states) for states in self._states.values())
-            chosen &= (host | ssd) != CopyState.ABSENT
+            columns = [np.asarray(states) for states in self._states.values()]
+            chosen &= np.bitwise_or.reduce(columns) != CopyState.ABSENT
             if used_before_ns is not None:
                 chosen &= np.asarray(self._last_use_ns) < used_before_ns
             return np.flatnonzero(chosen).tolist()
@@ -220,13 +223,13 @@ class Catalog:
             return row
 
     def commit(self, row: int, tier: Tier, where: Location, *, pinned: bool = False) -> None:
-        """Make a copy READY, pinned once if asked for. Of a place in host only the slot counts."""
+        """Make a copy READY, pinned once if asked for. In memory only a place's slot counts."""
         with self.changed:
             self._move(row, tier, "commit")
-            if tier is Tier.HOST:
-                self._host_slot[row] = where.slot
-            else:
+            if tier is Tier.SSD:
                 self._places.put(row, where)
+            else:
+                self._slots[tier][row] = where.slot
             self._pins[tier][row] += pinned
             self._policies[tier].touch([row])
             self.changed.notify_all()
@@ -313,22 +316,24 @@ class Catalog:
     @contextmanager
     def pinned(
         self, namespace: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier | None]
-    ) -> Iterator[list[bool]]:
-        """Pin each block in its tier, or else in the other one, for the length of a scope.
+    ) -> Iterator[list[Tier | None]]:
+        """Pin each block in its tier, or else in the fastest one, for the length of a scope.
 
-        Yields which ones were READY at all; one whose tier is None is left alone.
+        Yields where each one is pinned: None if it is not READY at all. One whose tier is None is
+        left alone.
         """
         held: list[tuple[int, Tier]] = []
-        kept: list[bool] = []
+        kept: list[Tier | None] = []
         with self.changed:
             rows = self._rows.of(namespace)
             for digest, wanted in zip(hashes, tiers, strict=True):
                 row = rows.get(digest)
                 found = () if row is None or wanted is None else _SHOWN[self._shown[row]]
-                kept.append(bool(found))
-                if row is not None and found:
-                    held.append((row, wanted if wanted in found else found[0]))
-                    self.pin(*held[-1])
+                tier = wanted if wanted in found else next(iter(found), None)
+                kept.append(tier)
+                if row is not None and tier is not None:
+                    held.append((row, tier))
+                    self.pin(row, tier)
         try:
             yield kept
         finally:

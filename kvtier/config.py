@@ -22,7 +22,7 @@ BYTES_MAX: Final = 1 << 62
 POLICIES: Final = ("lru",)
 KEY_BYTES: Final = range(16, 65)
 _OPTIONAL: Final = ("ssd_write_bytes_per_day",)
-_SIZES: Final = ("host_bytes", "ssd_bytes", *_OPTIONAL)
+_SIZES: Final = ("host_bytes", "ssd_bytes", "device_bytes", *_OPTIONAL)
 
 
 def parse_bytes(name: str, value: ByteSize) -> int:
@@ -49,9 +49,13 @@ class StoreConfig:
     """Every bound of a store, with its unit in its name; ``ValueError`` names the field."""
 
     host_bytes: int
-    """Blocks kept in host memory; 0 keeps none there beyond the copy that uses it."""
+    """Blocks kept in host memory; 0 keeps none there beyond the copy that uses it. No more than the
+    machine, or a control group that the process is in, has."""
     ssd_bytes: int
     """What the directory may occupy on disk, data and index together."""
+    device_bytes: int = 0
+    """Blocks that ``prefetch(tier="device")`` keeps in device memory of the store's own; 0: none.
+    Engines own their device memory, so that this is for what they leave."""
     ssd_write_bytes_per_day: int | None = None
     """What may be written to the directory in any 24 hours, so that the SSD lives; None: no limit.
     With less than a quarter of it left, only blocks put a second time are written."""

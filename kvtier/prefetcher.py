@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvtier.cost import Profiler
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
+    from kvtier.promoter import Promoter
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.throttle import LinkThrottle
 
@@ -88,6 +89,7 @@ class Prefetcher:
         self,
         catalog: Catalog,
         mover: Mover,
+        promoter: Promoter,
         profiler: Profiler,
         metrics: Metrics,
         *,
@@ -113,6 +115,7 @@ class Prefetcher:
         self._copy_lane = lane(loads_inflight_max, thread_name_prefix="kvtier-load")
         self._load_run = wrap(self._load_all)
         self._write_block = wrap(write_block)
+        self._to_device = wrap(promoter.promote)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = threading.Lock()
         self._closing = False
@@ -149,10 +152,13 @@ class Prefetcher:
         if not self._submit(lambda: self._load(ticket)) and ticket.claim():
             ticket.done(ticket.position, TransferFailed("the store is closing"))
 
-    def prefetch(self, blocks: Sequence[BlockId]) -> Transfer[int]:
-        """Start promoting blocks to host memory; the result counts those that are there then."""
+    def prefetch(self, blocks: Sequence[BlockId], tier: Tier) -> Transfer[int]:
+        """Start promoting blocks to host memory or the device.
+
+        The result counts those that came to be there.
+        """
         transfer: Transfer[int] = Transfer()
-        if not self._submit(lambda: self._prefetch(blocks, transfer)):
+        if not self._submit(lambda: self._prefetch(blocks, tier, transfer)):
             transfer.fail(StoreClosed("the store is closing"))
         return transfer
 
@@ -243,12 +249,14 @@ class Prefetcher:
         finally:
             timer.cancel()
 
-    async def _prefetch(self, blocks: Sequence[BlockId], transfer: Transfer[int]) -> None:
+    async def _prefetch(
+        self, blocks: Sequence[BlockId], tier: Tier, transfer: Transfer[int]
+    ) -> None:
         size = self._run_blocks
         left = iter([blocks[i : i + size] for i in range(0, len(blocks), size)])
 
         async def promote() -> int:
-            return sum([await self._promote(run) for run in left])
+            return sum([await self._promote(run, tier) for run in left])
 
         # A few at a time: starting thousands of reads at once would keep the loop, and with it the
         # interpreter, from the threads that are to carry them out.
@@ -259,26 +267,40 @@ class Prefetcher:
             transfer.fail(error)
             raise
 
-    async def _promote(self, blocks: Sequence[BlockId]) -> int:
-        """Bring blocks into host memory; returns how many are there."""
+    async def _promote(self, blocks: Sequence[BlockId], tier: Tier) -> int:
+        """Bring blocks into host memory, and on to the device if that is the tier.
+
+        Returns how many came to be there.
+        """
         begun = self._begin(blocks)
         for read in begun:
             read.waiters += 1
         found = 0
         # Unpinned at once: many prefetches must not hold all slots while they wait for more.
         for read in begun:
-            row = await self._arrival(read)
-            if row is not None:
-                self._mover.unpin_host(row)
-                found += 1
+            found += await self._let_go(await self._arrival(read), tier)
         mine = {read.block for read in begun}
         for block in blocks:
             if block not in mine:
                 row, _ = await self._fetch(block)
-                if row is not None:
-                    self._mover.unpin_host(row)
-                    found += 1
+                found += await self._let_go(row, tier)
         return found
+
+    async def _let_go(self, row: int | None, tier: Tier) -> bool:
+        """Unpin a host copy, once it is on the device too if that is the tier.
+
+        Returns whether the block is in the tier.
+        """
+        if row is None:
+            return False
+        try:
+            if tier is not Tier.DEVICE:
+                return True
+            await self._throttle(Tier.HOST)  # the copy link, as for a load
+            payload = self._mover.payload(row)
+            return await self._to_device(row, payload, executor=self._copy_lane)
+        finally:
+            self._mover.unpin_host(row)
 
     async def _fetch(self, block: BlockId) -> tuple[int | None, Tier]:
         """Bring a block into host memory, if it is not there, and pin it.

@@ -17,7 +17,9 @@ from kvtier.mover import Mover
 from kvtier.plan import Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
+from kvtier.promoter import Promoter
 from kvtier.tiers.arena import cuda_runtime
+from kvtier.tiers.device_pool import DevicePool
 from kvtier.tiers.directory import ReadDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
@@ -47,6 +49,7 @@ def open_reader(
     spec: KVSpec,
     *,
     host_bytes: ByteSize = "256MiB",
+    device_bytes: ByteSize = 0,
     device: str = "cpu",
     links: Mapping[Tier | str, LinkThrottle] | None = None,
     fs: FileSystem | None = None,
@@ -55,15 +58,19 @@ def open_reader(
 ) -> StoreReader:
     """Open the store in ``path``, which may be closed or another process's, for reading only.
 
-    ``host_bytes`` is this reader's own host memory. ``device``, ``links``, ``fs`` and ``clock`` are
-    as for ``kvtier.open``; of ``StoreConfig``'s other fields those that bound loads count here, and
-    ``integrity_key``. An index that cannot be read now is no error: everything is a miss until it
-    can be.
+    ``host_bytes`` and ``device_bytes`` are this reader's own memory. ``device``, ``links``, ``fs``
+    and ``clock`` are as for ``kvtier.open``; of ``StoreConfig``'s other fields those that bound
+    loads count here, and ``integrity_key``. An index that cannot be read now is no error:
+    everything is a miss until it can be.
 
     Raises ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError`` naming the setting.
     """
-    host_size = parse_bytes("host_bytes", host_bytes)
-    config = StoreConfig(host_bytes=host_size, ssd_bytes=0, **bounds)
+    config = StoreConfig(
+        host_bytes=parse_bytes("host_bytes", host_bytes),
+        ssd_bytes=0,
+        device_bytes=parse_bytes("device_bytes", device_bytes),
+        **bounds,
+    )
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
     return StoreReader(os.fspath(path), spec, config, device, throttles, fs, clock)
 
@@ -86,7 +93,7 @@ class StoreReader(StoreView):
         clock: Callable[[], float] = time.monotonic,
         index: Callable[[str], FollowedIndex] | None = None,
     ) -> None:
-        super().__init__(path, spec, config, clock)
+        super().__init__(path, spec, config, device, clock)
         fs = fs or PosixFileSystem()
         self._directory = ReadDirectory(path, fs)
         with ExitStack() as undo:
@@ -124,6 +131,9 @@ class StoreReader(StoreView):
             cuda_runtime(),
         )
         undo.callback(host.close)
+        pool = DevicePool(block_bytes, config.device_bytes, device)
+        undo.callback(pool.close)
+        promoter = Promoter(catalog, pool, metrics)
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
         mover = Mover(
@@ -132,14 +142,16 @@ class StoreReader(StoreView):
             forget=self._follower.forget,
         )  # fmt: skip
         prefetcher = Prefetcher(
-            catalog, mover, profiler, metrics,
+            catalog, mover, promoter, profiler, metrics,
             block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
             failed=self._fail,
         )  # fmt: skip
-        self._use(
-            Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
-        )
-        self._follower.start(mover)
+        parts = Parts(
+            catalog, host, pool, mover, promoter,
+            prefetcher, profiler, cost_book, metrics, host_blocks_max,
+        )  # fmt: skip
+        self._use(parts)
+        self._follower.start(mover, promoter)
 
     # -- the verbs: what counts as a use, for the sake of which the index is followed
 
@@ -171,6 +183,7 @@ class StoreReader(StoreView):
         self._prefetcher.close()
         self._follower.close()
         self._host.close()
+        self._pool.close()
         self._directory.close()
 
 

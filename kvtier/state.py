@@ -68,9 +68,19 @@ class RestoreState:
 
 
 def begin(
-    plan: RestorePlan, costs: CostModel, *, loads_inflight_max: int, gone: Sequence[int] = ()
+    plan: RestorePlan,
+    costs: CostModel,
+    *,
+    loads_inflight_max: int,
+    gone: Sequence[int] = (),
+    placed: Sequence[int] = (),
 ) -> RestoreState:
-    """Return the first state. ``gone`` are blocks that the plan loads and the store lost since."""
+    """Return the first state.
+
+    ``gone`` are blocks that the plan counts on and the store has lost since; ``placed`` are those
+    that are in the engine's slots already. What the plan has on the device counts as placed: the
+    session brings it there before the machine begins.
+    """
     blocks = bytearray([BlockState.HOLE]) * len(plan.hashes)
     blocks[: plan.resident] = bytes([BlockState.PLACED]) * plan.resident
     loadable = (
@@ -85,6 +95,8 @@ def begin(
             blocks[block] = BlockState.PLACED
     for block in gone:
         blocks[block] = BlockState.HOLE
+    for block in placed:
+        blocks[block] = BlockState.PLACED
     code_of = {tier: code for code, tier in TIER_OF.items()}
     codes = bytes(code_of.get(tier, 0) for tier in plan.tiers)
     return RestoreState(plan, costs, loads_inflight_max, bytes(blocks), codes, plan.resident)

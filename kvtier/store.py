@@ -19,10 +19,12 @@ from kvtier.mover import Mover
 from kvtier.plan import Residency, Step, Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
+from kvtier.promoter import Promoter
 from kvtier.purge import Purge, PurgeResult
 from kvtier.ssd_writer import SsdWriter
 from kvtier.tiers.arena import cuda_runtime
 from kvtier.tiers.device import TensorSlots, check_slots
+from kvtier.tiers.device_pool import DevicePool
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
@@ -53,6 +55,7 @@ def open_store(
     *,
     host_bytes: ByteSize = "1GiB",
     ssd_bytes: ByteSize = "10GiB",
+    device_bytes: ByteSize = 0,
     ssd_write_bytes_per_day: ByteSize | None = None,
     policy: str = "lru",
     device: str = "cpu",
@@ -65,9 +68,10 @@ def open_store(
 
     ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what
     the directory occupies, data and index, and ``ssd_write_bytes_per_day`` what is written to it in
-    any 24 hours. ``device`` names what recomputes, since costs are kept per device. ``links`` slows
-    tiers down; ``fs`` and ``clock`` are seams for tests. Further keywords are the other fields of
-    ``StoreConfig``.
+    any 24 hours. ``device`` names what recomputes, since costs are kept per device; with
+    ``device_bytes`` it is torch's name of it, and so much of its memory holds what
+    ``prefetch(tier="device")`` brings there. ``links`` slows tiers down; ``fs`` and ``clock`` are
+    seams for tests. Further keywords are the other fields of ``StoreConfig``.
 
     Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError``
     naming the setting.
@@ -76,6 +80,7 @@ def open_store(
     config = StoreConfig(
         host_bytes=parse_bytes("host_bytes", host_bytes),
         ssd_bytes=parse_bytes("ssd_bytes", ssd_bytes),
+        device_bytes=parse_bytes("device_bytes", device_bytes),
         ssd_write_bytes_per_day=(
             None if per_day is None else parse_bytes("ssd_write_bytes_per_day", per_day)
         ),
@@ -99,7 +104,7 @@ class Store(StoreView):
         fs: FileSystem,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(path, spec, config, clock)
+        super().__init__(path, spec, config, device, clock)
         self._directory = StoreDirectory(path, fs)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
@@ -134,6 +139,9 @@ class Store(StoreView):
             cuda_runtime(),
         )
         undo.callback(host.close)
+        pool = DevicePool(block_bytes, config.device_bytes, device)
+        undo.callback(pool.close)
+        promoter = Promoter(catalog, pool, metrics)
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
         self._writer = SsdWriter(
@@ -151,13 +159,15 @@ class Store(StoreView):
         self._writer.start(mover)
         self._writeback.start(mover)
         prefetcher = Prefetcher(
-            catalog, mover, profiler, metrics,
+            catalog, mover, promoter, profiler, metrics,
             block_bytes=block_bytes, loads_inflight_max=config.loads_inflight_max, links=links,
             failed=self._fail,
         )  # fmt: skip
-        self._use(
-            Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
-        )
+        parts = Parts(
+            catalog, host, pool, mover, promoter,
+            prefetcher, profiler, cost_book, metrics, host_blocks_max,
+        )  # fmt: skip
+        self._use(parts)
 
     def _open_ssd(self, fs: FileSystem, metrics: Metrics) -> SsdTier:
         config, directory = self.config, self._directory
@@ -255,7 +265,9 @@ class Store(StoreView):
         limit = self.config.slot_wait_s_max if timeout is None else timeout
         purge = Purge.of(namespace, tenant, older_than_s, time.time_ns())
         self.flush()
-        result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)
+        result = purge.run(
+            self._catalog, self._mover, self._promoter, self._writer, limit, self._clock
+        )
         self._check_open()
         return result
 
@@ -321,4 +333,5 @@ class Store(StoreView):
             log.warning("%s: the last uses were not written: %s", self.path, error)
         self._ssd.close()
         self._host.close()
+        self._pool.close()
         self._directory.close()

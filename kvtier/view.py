@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
     from kvtier.prefetcher import Prefetcher
+    from kvtier.promoter import Promoter
     from kvtier.tiers.device import KVSlots
+    from kvtier.tiers.device_pool import DevicePool
     from kvtier.tiers.host import HostTier
     from kvtier.tokens import TokenIds
     from kvtier.transfer import Transfer
@@ -49,7 +51,9 @@ class Parts:
 
     catalog: Catalog
     host: HostTier
+    pool: DevicePool
     mover: Mover
+    promoter: Promoter
     prefetcher: Prefetcher
     profiler: Profiler
     cost_book: CostBook
@@ -64,7 +68,12 @@ class StoreView(ABC):
     """
 
     def __init__(
-        self, path: str, spec: KVSpec, config: StoreConfig, clock: Callable[[], float]
+        self,
+        path: str,
+        spec: KVSpec,
+        config: StoreConfig,
+        device: str,
+        clock: Callable[[], float],
     ) -> None:
         self.spec = spec
         self.path = path
@@ -72,8 +81,10 @@ class StoreView(ABC):
         self._layout = spec.block_layout
         self._namespace = spec.namespace
         self._clock = clock
-        staging_bytes = config.staging_blocks_max * host_slot_bytes(self._layout.block_bytes)
-        short = check_host_bytes(config.host_bytes, staging_bytes, machine_memory())
+        beside = config.staging_blocks_max * host_slot_bytes(self._layout.block_bytes)
+        if device.partition(":")[0] == "cpu":
+            beside += config.device_bytes
+        short = check_host_bytes(config.host_bytes, beside, machine_memory())
         if short:
             log.warning("%s: %s", path, short)
         self._pid = os.getpid()
@@ -84,7 +95,9 @@ class StoreView(ABC):
     def _use(self, parts: Parts) -> None:
         self._catalog = parts.catalog
         self._host = parts.host
+        self._pool = parts.pool
         self._mover = parts.mover
+        self._promoter = parts.promoter
         self._prefetcher = parts.prefetcher
         self._profiler = parts.profiler
         self._cost_book = parts.cost_book
@@ -113,7 +126,7 @@ class StoreView(ABC):
         if keys.namespace == self._namespace:
             # Without a host tier a copy there is one in passing: only what is on the SSD stays.
             order = (Tier.HOST, Tier.SSD) if self._host_blocks_max else (Tier.SSD, Tier.HOST)
-            tiers = self._catalog.residency(keys.namespace, keys.hashes, order)
+            tiers = self._catalog.residency(keys.namespace, keys.hashes, (Tier.DEVICE, *order))
         return Residency(keys, tiers, self._layout.block_bytes)
 
     def plan(
@@ -144,6 +157,7 @@ class StoreView(ABC):
             into,
             catalog=self._catalog,
             prefetcher=self._prefetcher,
+            promoter=self._promoter,
             profiler=self._profiler,
             metrics=self._metrics,
             loads_inflight_max=self.config.loads_inflight_max,
@@ -151,17 +165,29 @@ class StoreView(ABC):
             check_open=self._check_open,
         )
 
-    def prefetch(self, keys: BlockKeys) -> Transfer[int]:
-        """Start promoting a prompt's stored blocks to host memory, as far as it has room."""
+    def prefetch(self, keys: BlockKeys, tier: Tier | str = Tier.HOST) -> Transfer[int]:
+        """Start promoting a prompt's stored blocks to a tier, as far as it has room.
+
+        ``tier`` is "host", or "device" for the store's own device memory (``device_bytes``), where
+        promoted blocks replace those used least recently. The result counts the blocks that came
+        to be there.
+        """
+        target = Tier(tier)
+        if target is Tier.SSD:
+            raise ValueError("tier: 'host' or 'device' wanted; the SSD is what is promoted from")
+        device = target is Tier.DEVICE
+        room = self._promoter.blocks_max if device else self._host_blocks_max
         residency = self.lookup(keys)
-        room = self._host_blocks_max
-        wanted = [
-            BlockId(keys.namespace, digest)
-            for digest, tier in zip(keys.hashes, residency.tiers, strict=True)
-            if tier is Tier.SSD
+        stored = [
+            (BlockId(keys.namespace, digest), found)
+            for digest, found in zip(keys.hashes, residency.tiers, strict=True)
+            if found is not None
         ]
         # The tail is kept if there is no room for all: the head is what a plan recomputes.
-        return self._prefetcher.prefetch(wanted[-room:] if room else [])
+        kept = stored[-room:] if room else []
+        slower = (Tier.HOST, Tier.SSD) if device else (Tier.SSD,)
+        wanted = [block for block, found in kept if found in slower]
+        return self._prefetcher.prefetch(wanted, target)
 
     @contextmanager
     def pin(self, keys: BlockKeys) -> Iterator[Residency]:
@@ -194,6 +220,7 @@ class StoreView(ABC):
         return {
             "counters": self._metrics.snapshot(),
             "tiers": {
+                "device": {**asdict(self._pool.usage()), "ready": self._catalog.ready(Tier.DEVICE)},
                 "host": {
                     **asdict(self._host.usage()),
                     **self._host.pinning(),
@@ -215,7 +242,7 @@ class StoreView(ABC):
     def check(self) -> list[str]:
         """Return what is wrong with the books, in words; empty if sound."""
         self._check_open()
-        return [*self._catalog.check(), *self._host.check()]
+        return [*self._catalog.check(), *self._host.check(), *self._promoter.check()]
 
     @abstractmethod
     def close(self) -> None:

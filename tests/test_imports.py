@@ -42,6 +42,7 @@ LAYERS = (
         "follower",
         "mover",
         "prefetcher",
+        "promoter",
         "purge",
         "restore",
         "rows",
@@ -61,7 +62,7 @@ ONLY_IN = {
     "os.getenv": {"config"},
     "pickle": set(),
     "time.sleep": {"tiers.directory"},  # waits for another process's lock, up to a bound
-    "torch": {"mover", "tiers.arena", "tiers.device"},
+    "torch": {"mover", "tiers.arena", "tiers.device", "tiers.device_pool"},
 }
 
 
