@@ -283,7 +283,8 @@ class Catalog:
             known = [row for row in map(of.get, reversed(hashes)) if row is not None]
             for tier in _TIERS:
                 bit = _BIT[tier]
-                self._policies[tier].touch(row for row in known if self._shown[row] & bit)
+                if self._ready[tier]:
+                    self._policies[tier].touch(row for row in known if self._shown[row] & bit)
             for row in known:
                 self._last_use_ns[row] = max(self._last_use_ns[row], now_ns)
                 room = row in self._used or len(self._used) < self._uses_kept
