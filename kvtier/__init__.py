@@ -22,6 +22,7 @@ from kvtier.planner import plan, plan_batch
 from kvtier.purge import PurgeResult
 from kvtier.reader import StoreReader, open_reader
 from kvtier.restore import PENDING, RestoreReport, RestoreSession
+from kvtier.retention import Retention
 from kvtier.store import Store
 from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open
 from kvtier.tiers.device import KVSlots, TensorSlots
@@ -45,6 +46,7 @@ __all__ = [
     "RestorePlan",
     "RestoreReport",
     "RestoreSession",
+    "Retention",
     "SpecMismatch",
     "Step",
     "Store",

@@ -2,13 +2,14 @@
 
 Columns, not objects: a dict from block hash to row, and arrays over rows. A block may have a copy
 on the device, one in host memory and one on the SSD, each with its own life (``lifecycle``). Only
-READY copies are ever shown. A pinned copy is not evicted.
+READY copies of blocks that have not expired are ever shown. A pinned copy is not evicted. A tier's
+order holds its READY copies, and those that a put has announced.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
+import time
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -16,30 +17,25 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtier.changes import CHANGES_KEPT, BlockTiers, CatalogChanges, ChangeLog
+from kvtier.columns import Columns
+from kvtier.copies import BIT, SHOWN, TIERS
+from kvtier.history import History
 from kvtier.lifecycle import CopyState, after
 from kvtier.plan import Tier
-from kvtier.rows import BlockRows, Places, append_all, use_order
+from kvtier.prices import Prices
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.index import Use
+from kvtier.uses import USES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvtier.policy import Policy
+    from kvtier.policy import MakePolicy
     from kvtier.tiers.entries import Entries
 
-__all__ = ["USES_KEPT", "Catalog", "CopyState"]
+__all__ = ["Catalog", "CopyState"]
 
-USES_KEPT: Final = 1 << 16
-"""Blocks whose uses are remembered until ``uses`` takes them; uses of others are not recorded."""
-
-_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.SSD)
-_BIT: Final = {Tier.HOST: 1, Tier.SSD: 2, Tier.DEVICE: 4}
-_SHOWN: Final[tuple[tuple[Tier, ...], ...]] = tuple(
-    tuple(tier for tier in _TIERS if bits & _BIT[tier]) for bits in range(8)
-)
-"""The tiers that a sum of bits stands for, fastest first."""
-_LAST_USE_NS_MAX: Final = (1 << 63) - 1
+_NO_PRICES: Final = Prices()
 
 
 class Catalog:
@@ -47,46 +43,49 @@ class Catalog:
 
     ``changed`` is the condition that whoever waits for a copy to become evictable waits on; its
     lock is the catalog's own and may be held over several calls. Changes are numbered from
-    ``first_change``.
+    ``first_change``. ``now_ns`` (since 1970) is asked only while a block has an expiry.
     """
 
     def __init__(
         self,
-        policy: Callable[[], Policy],
+        policy: MakePolicy,
         *,
+        prices: Prices = _NO_PRICES,
         first_change: int = 0,
         changes_kept: int = CHANGES_KEPT,
         uses_kept: int = USES_KEPT,
+        history: History | None = None,
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self._policies = {tier: policy() for tier in _TIERS}
-        self._rows = BlockRows()
         self._changes = ChangeLog(changes_kept, first_change)
-        self._ready = dict.fromkeys(_TIERS, 0)
-        self._used: dict[int, int] = {}  # row -> uses that were not taken yet
-        self._uses_kept = uses_kept
-        # One element a row. A numpy view of one may not outlive the call that makes it: an array
-        # that is looked into cannot grow.
-        self._states = {tier: array("B") for tier in _TIERS}
-        self._pins = {tier: array("i") for tier in _TIERS}
-        self._shown = array("B")  # the sum of the bits of the tiers in which a block is READY
-        self._slots = {Tier.DEVICE: array("I"), Tier.HOST: array("I")}
-        self._places = Places()
-        self._last_use_ns = array("q")
-        self._columns = (
-            *self._states.values(), *self._pins.values(), self._shown,
-            *self._slots.values(), *self._places.columns, self._last_use_ns,
-        )  # fmt: skip
+        self._columns = columns = Columns(
+            policy, prices, self._changes, history or History(), uses_kept=uses_kept, now_ns=now_ns
+        )
+        self._rows = columns.rows
+        self._copies = columns.copies
+        self._pins = columns.pins
+        self._slots = columns.slots
+        self._places = columns.places
+        self._last_use_ns = columns.last_use_ns
+        self._uses = columns.uses
+        self._orders = columns.orders
+
+    def reprice(self, prices: Prices) -> None:
+        """Use other prices from now on; what is in order keeps its place until it is touched."""
+        with self.changed:
+            self._orders.reprice(prices)
 
     # -- looking
 
     def residency(
-        self, namespace: bytes, hashes: Sequence[bytes], order: Sequence[Tier] = _TIERS
+        self, namespace: bytes, hashes: Sequence[bytes], order: Sequence[Tier] = TIERS
     ) -> tuple[Tier | None, ...]:
         """Return the first tier of ``order`` in which each block is READY; touches nothing."""
-        best = [next((tier for tier in order if tier in tiers), None) for tiers in _SHOWN]
+        best = [next((tier for tier in order if tier in tiers), None) for tiers in SHOWN]
         with self.changed:
-            shown = self._shown
+            self._columns.expire()
+            shown = self._copies.shown
             rows = map(self._rows.of(namespace).get, hashes)
             return tuple([None if row is None else best[shown[row]] for row in rows])
 
@@ -103,12 +102,12 @@ class Catalog:
     def position(self, row: int) -> int:
         """Return the position in its prompt of a row's block, in blocks."""
         with self.changed:
-            return self._rows.position(row)
+            return self._rows.positions[row]
 
     def state(self, row: int, tier: Tier) -> CopyState:
         """Return the state of a row's copy in ``tier``."""
         with self.changed:
-            return CopyState(self._states[tier][row])
+            return CopyState(self._copies.states[tier][row])
 
     def location(self, row: int, tier: Tier) -> Location:
         """Return where a row's READY copy lies."""
@@ -120,19 +119,19 @@ class Catalog:
     def places(self, namespace: bytes, hashes: Iterable[bytes]) -> list[Location | None]:
         """Return where each block's READY copy on the SSD lies; None for those that have none."""
         with self.changed:
-            shown, bit, at = self._shown, _BIT[Tier.SSD], self._places.at
+            shown, bit, at = self._copies.shown, BIT[Tier.SSD], self._places.at
             rows = map(self._rows.of(namespace).get, hashes)
             return [None if row is None or not shown[row] & bit else at(row) for row in rows]
 
     def ready(self, tier: Tier) -> int:
         """Return the number of READY copies in ``tier``."""
         with self.changed:
-            return self._ready[tier]
+            return self._copies.ready[tier]
 
     def blocks(self, namespace: bytes, tier: Tier, limit: int) -> list[bytes]:
         """Return up to ``limit`` hashes of this namespace that are READY in ``tier``."""
         with self.changed:
-            shown, bit = self._shown, _BIT[tier]
+            shown, bit = self._copies.shown, BIT[tier]
             rows = self._rows.of(namespace).items()
             return list(islice((digest for digest, row in rows if shown[row] & bit), limit))
 
@@ -141,12 +140,7 @@ class Catalog:
     ) -> list[int]:
         """Return the rows with a copy in any state that match all filters; None matches all."""
         with self.changed:
-            chosen = self._rows.matching(namespace, tenant_digest)
-            columns = [np.asarray(states) for states in self._states.values()]
-            chosen &= np.bitwise_or.reduce(columns) != CopyState.ABSENT
-            if used_before_ns is not None:
-                chosen &= np.asarray(self._last_use_ns) < used_before_ns
-            return np.flatnonzero(chosen).tolist()
+            return self._columns.select(namespace, tenant_digest, used_before_ns)
 
     # -- following
 
@@ -156,18 +150,20 @@ class Catalog:
         None if that is too long ago, or not of this catalog: the caller takes a ``snapshot``.
         """
         with self.changed:
+            self._columns.expire()
             return self._changes.since(since)
 
     def snapshot(self) -> tuple[int, Iterator[BlockTiers]]:
         """Return everything READY, and the sequence number to ask ``changes`` from."""
         with self.changed:
-            sequence, shown = self._changes.sequence, bytes(self._shown)
+            self._columns.expire()
+            sequence, shown = self._changes.sequence, bytes(self._copies.shown)
             spaces = [
                 (namespace, list(rows), list(rows.values()))
                 for namespace, rows in self._rows.spaces().items()
             ]
         return sequence, (
-            (namespace, digest, _SHOWN[shown[row]])
+            (namespace, digest, SHOWN[shown[row]])
             for namespace, hashes, rows in spaces
             for digest, row in zip(hashes, rows, strict=True)
             if shown[row]
@@ -181,17 +177,8 @@ class Catalog:
         They are ordered by last use, and those of one use tail to head. Raises ``ValueError`` if a
         block is there twice, and enters none then.
         """
-        count = len(entries)
         with self.changed:
-            self._rows.restore(entries)
-            append_all(self._states[Tier.SSD], np.full(count, CopyState.READY))
-            append_all(self._shown, np.full(count, _BIT[Tier.SSD]))
-            self._places.restore(entries)
-            append_all(self._last_use_ns, np.minimum(entries["last_use_ns"], _LAST_USE_NS_MAX))
-            for column in self._columns:
-                append_all(column, np.zeros(count - len(column)))  # all that is not said above
-            self._ready[Tier.SSD] = count
-            self._policies[Tier.SSD].enter(use_order(entries))
+            self._columns.restore(entries)
             self._changes.cut()
             self.changed.notify_all()
 
@@ -205,70 +192,118 @@ class Catalog:
         position: int = 0,
         now_ns: int = 0,
     ) -> int:
-        """Start a copy's life ("write" or "load") and return its row.
+        """Start one copy's life, like ``begin_all``."""
+        return self.begin_all(
+            block.namespace, (block.hash,), tier, what,
+            tenant_digest=tenant_digest, positions=(position,), now_ns=now_ns,
+        )[0]  # fmt: skip
 
-        ``tenant_digest`` and ``position`` describe a block that has no copy yet; ``now_ns`` counts
-        as a use in ``select``, so that a new block is not an old one.
+    def begin_all(
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        tier: Tier,
+        what: str,
+        *,
+        tenant_digest: bytes = b"",
+        positions: Sequence[int],
+        now_ns: int = 0,
+        priority: int = 0,
+        expiry_ns: int = 0,
+    ) -> list[int]:
+        """Start the life of copies of distinct blocks ("write" or "load") and return their rows.
+
+        ``tenant_digest``, ``positions``, ``priority`` and ``expiry_ns`` describe blocks that have
+        no copy yet; ``now_ns`` counts as a use in ``select``, so that a new block is not an old
+        one.
         """
         with self.changed:
-            row = self.find(block)
-            if row is None:
+            old = self._known(namespace, hashes)
+            to = self._copies.legal(old, tier, what)
+            rows = old
+            if len(old) < len(hashes):
                 after(CopyState.ABSENT, what)  # raises before there is a row
-                row = self._rows.add(block, tenant_digest, position)
-                if row == len(self._shown):
-                    for column in self._columns:
-                        column.append(0)
-            self._move(row, tier, what)
-            self._last_use_ns[row] = max(self._last_use_ns[row], now_ns)
-            return row
+                rows = self._columns.add(
+                    namespace, hashes, tenant_digest, positions,
+                    priority=priority, expiry_ns=expiry_ns,
+                )  # fmt: skip
+            states, last_use_ns = self._copies.states[tier], self._last_use_ns
+            for row in rows:
+                states[row] = to[states[row]]
+                last_use_ns[row] = max(last_use_ns[row], now_ns)
+            return rows
 
     def commit(self, row: int, tier: Tier, where: Location, *, pinned: bool = False) -> None:
-        """Make a copy READY, pinned once if asked for. In memory only a place's slot counts."""
+        """Make one copy READY, like ``commit_all``."""
+        self.commit_all((row,), tier, (where,), pinned=pinned)
+
+    def commit_all(
+        self, rows: Sequence[int], tier: Tier, places: Sequence[Location], *, pinned: bool = False
+    ) -> None:
+        """Make copies READY, pinned once if asked for. In memory only a place's slot counts.
+
+        Those that no put has announced enter the tier's order now.
+        """
         with self.changed:
-            self._move(row, tier, "commit")
-            if tier is Tier.SSD:
-                self._places.put(row, where)
-            else:
-                self._slots[tier][row] = where.slot
-            self._pins[tier][row] += pinned
-            self._policies[tier].touch([row])
+            self._copies.move(rows, tier, "commit")
+            for row, where in zip(rows, places, strict=True):
+                if tier is Tier.SSD:
+                    self._places.put(row, where)
+                else:
+                    self._slots[tier][row] = where.slot
+            if pinned:
+                for row in rows:
+                    self._pins[tier][row] += 1
+            self._columns.order(self._orders.missing(rows, tier), tier)
             self.changed.notify_all()
 
     def relocate(self, row: int, where: Location) -> None:
         """Say where a READY copy on the SSD lies now; a pin does not keep it where it was."""
         with self.changed:
-            if self._states[Tier.SSD][row] != CopyState.READY:
+            if self._copies.states[Tier.SSD][row] != CopyState.READY:
                 raise ValueError(f"catalog row {row}: only a READY copy on the SSD has a place")
             self._places.put(row, where)
 
     def end(self, row: int, tier: Tier, what: str) -> None:
-        """End a copy: "abort", "evicted", "drop"; or "keep" one whose eviction failed."""
+        """End one copy, like ``end_all``."""
+        self.end_all((row,), tier, what)
+
+    def end_all(self, rows: Sequence[int], tier: Tier, what: str) -> None:
+        """End copies: "abort", "decline", "evicted", "drop"; or "keep" if their eviction failed."""
         with self.changed:
-            self._move(row, tier, what)
+            self._copies.move(rows, tier, what)
             if what == "keep":
-                self._policies[tier].touch([row])
+                self._columns.order(rows, tier)
             else:
-                self._policies[tier].forget(row)
+                if what == "decline":
+                    self._orders.evicted(rows, tier)
+                else:
+                    self._orders.forget(rows, tier)
                 if tier is Tier.SSD:
-                    self._used.pop(row, None)
-                self._collect(row)
+                    self._uses.forget(rows)
+                self._columns.collect(rows)
             self.changed.notify_all()
 
     def evict(self, tier: Tier, count: int) -> list[int]:
-        """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first."""
+        """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first.
+
+        From the SSD no more than come before those on their way to it: what is worth less than what
+        it would displace finds no room.
+        """
         with self.changed:
-            pins = self._pins[tier]
-            fitting = (row for row in self._policies[tier].victims() if not pins[row])
-            return self.take_out(list(islice(fitting, count)), tier)
+            self._columns.expire()
+            rows = self._columns.victims(tier, count)
+            self._copies.move(rows, tier, "evict")
+            self._orders.evicted(rows, tier)
+            return rows
 
     def take_out(self, rows: Iterable[int], tier: Tier) -> list[int]:
         """Move those of ``rows`` that are READY and unpinned to EVICTING; returns them."""
         with self.changed:
-            states, pins = self._states[tier], self._pins[tier]
+            states, pins = self._copies.states[tier], self._pins[tier]
             taken = [row for row in rows if states[row] == CopyState.READY and not pins[row]]
-            for row in taken:
-                self._move(row, tier, "evict")
-                self._policies[tier].forget(row)
+            self._copies.move(taken, tier, "evict")
+            self._orders.forget(taken, tier)
             return taken
 
     # -- uses
@@ -279,31 +314,76 @@ class Catalog:
         A clock that goes back changes no last use; ``uses`` has those on the SSD that had room.
         """
         with self.changed:
-            of = self._rows.of(namespace)
-            known = [row for row in map(of.get, reversed(hashes)) if row is not None]
-            for tier in _TIERS:
-                bit = _BIT[tier]
-                if self._ready[tier]:
-                    self._policies[tier].touch(row for row in known if self._shown[row] & bit)
+            known = self._known(namespace, reversed(hashes))
+            last_use_ns, shown, ssd = self._last_use_ns, self._copies.shown, BIT[Tier.SSD]
             for row in known:
-                self._last_use_ns[row] = max(self._last_use_ns[row], now_ns)
-                room = row in self._used or len(self._used) < self._uses_kept
-                if room and self._shown[row] & _BIT[Tier.SSD]:
-                    self._used[row] = self._used.get(row, 0) + 1
+                last_use_ns[row] = max(last_use_ns[row], now_ns)
+            self._uses.add(known)
+            self._uses.record([row for row in known if shown[row] & ssd])
+            for tier in TIERS:
+                self._orders.touch(known, tier)
+
+    def announce(
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        coming: Iterable[int],
+        tiers: Iterable[Tier] = (Tier.HOST, Tier.SSD),
+    ) -> None:
+        """Order a put's prompt, tail to head, without counting a use.
+
+        The copies of the rows ``coming`` are ordered with what is there, before they are: they are
+        committed head first, and a prompt's tail must not outlive its head for that.
+        """
+        with self.changed:
+            known = self._known(namespace, reversed(hashes))
+            for tier in tiers:
+                self._orders.announce(coming, tier)
+                self._orders.touch(known, tier)
 
     def uses(self, limit: int) -> list[Use]:
         """Take out the new uses of up to ``limit`` blocks that have a copy on the SSD."""
         with self.changed:
-            rows = list(islice(self._used, limit))
             last = self._last_use_ns
-            return [Use(self._rows.id(row), self._used.pop(row), last[row]) for row in rows]
+            return [
+                Use(self._rows.id(row), uses, last[row]) for row, uses in self._uses.take(limit)
+            ]
+
+    def asked(self, row: int) -> int:
+        """Return how often a row's block was asked for, its put included, as far as known."""
+        with self.changed:
+            return self._uses.column[row]
+
+    def ask(self, row: int) -> None:
+        """Count one more use of a block that is not ordered for it."""
+        with self.changed:
+            self._uses.add((row,))
+
+    # -- retention
+
+    def retain(self, row: int, priority: int, expiry_ns: int) -> None:
+        """Raise a block's priority and put off its expiry (0: for good), where that is more.
+
+        What has expired is shown again. The record on the SSD stays as it was written.
+        """
+        with self.changed:
+            self._columns.expire()
+            self._orders.retain(row, priority, expiry_ns)
+            self._copies.hidden.discard(row)
+            self._copies.show((row,))
+
+    def expired(self, row: int) -> bool:
+        """Return whether a row's block has expired."""
+        with self.changed:
+            self._columns.expire()
+            return self._orders.has_expired(row)
 
     # -- pins
 
     def pin(self, row: int, tier: Tier) -> bool:
         """Protect a READY copy from eviction; False if it is not READY. Undone by ``unpin``."""
         with self.changed:
-            if self._states[tier][row] != CopyState.READY:
+            if self._copies.states[tier][row] != CopyState.READY:
                 return False
             self._pins[tier][row] += 1
             return True
@@ -311,7 +391,7 @@ class Catalog:
     def unpin(self, row: int, tier: Tier) -> None:
         """Undo one ``pin``."""
         with self.changed:
-            self._unpin(row, tier)
+            self._columns.unpin(row, tier)
             self.changed.notify_all()
 
     @contextmanager
@@ -326,10 +406,11 @@ class Catalog:
         held: list[tuple[int, Tier]] = []
         kept: list[Tier | None] = []
         with self.changed:
+            self._columns.expire()
             rows = self._rows.of(namespace)
             for digest, wanted in zip(hashes, tiers, strict=True):
                 row = rows.get(digest)
-                found = () if row is None or wanted is None else _SHOWN[self._shown[row]]
+                found = () if row is None or wanted is None else SHOWN[self._copies.shown[row]]
                 tier = wanted if wanted in found else next(iter(found), None)
                 kept.append(tier)
                 if row is not None and tier is not None:
@@ -340,59 +421,20 @@ class Catalog:
         finally:
             with self.changed:
                 for row, tier in held:
-                    self._unpin(row, tier)
+                    self._columns.unpin(row, tier)
                 self.changed.notify_all()
 
     def pins(self, tier: Tier | None = None) -> int:
         """Return the number of pins held in ``tier``, or in all."""
         with self.changed:
-            wanted = _TIERS if tier is None else (tier,)
+            wanted = TIERS if tier is None else (tier,)
             return sum(int(np.asarray(self._pins[each]).sum()) for each in wanted)
 
     def check(self) -> list[str]:
         """Return what is wrong with the catalog's books, in words."""
         with self.changed:
-            problems = self._rows.check()
-            shown = np.zeros(len(self._shown), dtype=np.uint8)
-            for tier in _TIERS:
-                is_ready = np.asarray(self._states[tier]) == CopyState.READY
-                shown += is_ready.view(np.uint8) * _BIT[tier]
-                if is_ready.sum() != self._ready[tier]:
-                    problems.append(
-                        f"catalog: {is_ready.sum()} ready in {tier}, {self._ready[tier]} counted"
-                    )
-                if (np.asarray(self._pins[tier]) < 0).any():
-                    problems.append(f"catalog: a pin count below zero in {tier}")
-            if (np.asarray(self._shown) != shown).any():
-                problems.append("catalog: a block is shown where it is not ready")
-        return problems
+            return self._columns.check()
 
-    # -- inside
-
-    def _move(self, row: int, tier: Tier, what: str) -> None:
-        states = self._states[tier]
-        was = CopyState(states[row])
-        try:
-            states[row] = now = after(was, what)
-        except ValueError as error:
-            raise ValueError(f"catalog row {row}, {tier}: {error}") from None
-        if CopyState.READY in {was, now}:
-            self._shown[row] ^= _BIT[tier]
-            self._ready[tier] += 1 if now is CopyState.READY else -1
-            block = self._rows.id(row)
-            self._changes.add((block.namespace, block.hash, _SHOWN[self._shown[row]]))
-
-    def _unpin(self, row: int, tier: Tier) -> None:
-        if self._pins[tier][row] <= 0:
-            raise ValueError(f"catalog row {row} is not pinned in {tier}")
-        self._pins[tier][row] -= 1
-        self._collect(row)
-
-    def _collect(self, row: int) -> None:
-        """Free a row once no copy and no pin refers to it."""
-        if self._shown[row]:
-            return
-        busy = any(self._states[tier][row] or self._pins[tier][row] for tier in _TIERS)
-        if self._rows.holds(row) and not busy:
-            self._rows.remove(row)
-            self._last_use_ns[row] = 0
+    def _known(self, namespace: bytes, hashes: Iterable[bytes]) -> list[int]:
+        of = self._rows.of(namespace).get
+        return [row for row in map(of, hashes) if row is not None]

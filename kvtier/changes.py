@@ -8,6 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.plan import Tier
 
 __all__ = ["CHANGES_KEPT", "BlockTiers", "CatalogChanges", "ChangeLog"]
@@ -44,8 +46,12 @@ class ChangeLog:
 
     def add(self, change: BlockTiers) -> None:
         """Note a block's new tiers."""
-        self.sequence += 1
-        self._last.append(change)
+        self.add_all((change,))
+
+    def add_all(self, changes: Sequence[BlockTiers]) -> None:
+        """Note the new tiers of blocks, in order."""
+        self.sequence += len(changes)
+        self._last.extend(changes)
 
     def cut(self) -> None:
         """Note a change too large to be listed: who has not seen it needs a snapshot."""

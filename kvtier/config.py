@@ -19,7 +19,7 @@ _UNITS: Final = {
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }  # fmt: skip
 BYTES_MAX: Final = 1 << 62
-POLICIES: Final = ("lru",)
+POLICIES: Final = ("priced", "prefix-closed", "sieve", "lru")
 KEY_BYTES: Final = range(16, 65)
 _OPTIONAL: Final = ("ssd_write_bytes_per_day",)
 _SIZES: Final = ("host_bytes", "ssd_bytes", "device_bytes", *_OPTIONAL)
@@ -62,7 +62,9 @@ class StoreConfig:
     integrity_key: bytes = field(default=b"", repr=False)
     """16 to 64 secret bytes: records carry a tag that only their holder can make. For a directory
     that others may write to; costs a SHA-256 of every byte."""
-    policy: str = "lru"
+    policy: str = "priced"
+    """Which blocks go first: "priced" (the least loss), "prefix-closed" (the same for callers that
+    need contiguous prefixes), "sieve" or "lru"."""
     staging_blocks_max: int = 8
     """Host slots beyond ``host_bytes`` that copies in flight may use."""
     loads_inflight_max: int = 4

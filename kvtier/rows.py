@@ -7,14 +7,15 @@ built when it is asked for.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
 from kvtier.tiers.base import BlockId, Location
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.tiers.entries import Entries
 
@@ -30,7 +31,7 @@ class Interned:
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
-        self._digests: list[bytes] = []
+        self.digests: list[bytes] = []  # by number
         self._uses: list[int] = []
         self._free: list[int] = []
 
@@ -40,7 +41,7 @@ class Interned:
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a number in use."""
-        return self._digests[number]
+        return self.digests[number]
 
     def take(self, digest: bytes, uses: int = 1) -> int:
         """Return a digest's number, in use so many times more."""
@@ -49,20 +50,20 @@ class Interned:
             if self._free:
                 number = self._free.pop()
             else:
-                number = len(self._digests)
-                self._digests.append(b"")
+                number = len(self.digests)
+                self.digests.append(b"")
                 self._uses.append(0)
-            self._digests[number] = digest
+            self.digests[number] = digest
             self._numbers[digest] = number
         self._uses[number] += uses
         return number
 
-    def release(self, number: int) -> None:
-        """Undo one use."""
-        self._uses[number] -= 1
+    def release(self, number: int, uses: int = 1) -> None:
+        """Undo so many uses."""
+        self._uses[number] -= uses
         if not self._uses[number]:
-            del self._numbers[self._digests[number]]
-            self._digests[number] = b""
+            del self._numbers[self.digests[number]]
+            self.digests[number] = b""
             self._free.append(number)
 
     def take_all(self, digests: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -90,7 +91,8 @@ class BlockRows:
         self._tenants = Interned()
         self._namespace = array("i")
         self._tenant = array("i")
-        self._position = array("I")
+        self.positions = array("I")
+        """The position in its prompt of each row's block, in blocks; not for writing."""
 
     def __len__(self) -> int:
         """Return the number of rows ever made, free ones included."""
@@ -106,18 +108,18 @@ class BlockRows:
 
     def id(self, row: int) -> BlockId:
         """Return the block of a row; ``ValueError`` if it holds none."""
+        return BlockId(*self.key(row))
+
+    def key(self, row: int) -> tuple[bytes, bytes]:
+        """Return the namespace and the hash of a row's block; ``ValueError`` if it holds none."""
         digest = self._hashes[row]
         if digest is None:
             raise ValueError(f"catalog row {row} holds no block")
-        return BlockId(self._namespaces.digest(self._namespace[row]), digest)
+        return self._namespaces.digest(self._namespace[row]), digest
 
     def holds(self, row: int) -> bool:
         """Return whether a row holds a block."""
         return self._hashes[row] is not None
-
-    def position(self, row: int) -> int:
-        """Return the position in its prompt of a row's block, in blocks."""
-        return self._position[row]
 
     def matching(
         self, namespace: bytes | None, tenant_digest: bytes | None
@@ -138,31 +140,65 @@ class BlockRows:
 
     def add(self, block: BlockId, tenant_digest: bytes, position: int) -> int:
         """Give a block that has none a row."""
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = len(self._hashes)
-            self._hashes.append(None)
-            for column in (self._namespace, self._tenant, self._position):
-                column.append(0)
-        self._hashes[row] = block.hash
-        self._namespace[row] = self._namespaces.take(block.namespace)
-        self._tenant[row] = self._tenants.take(tenant_digest)
-        self._position[row] = min(position, U32_MAX)
-        self._by_hash.setdefault(block.namespace, {})[block.hash] = row
-        return row
+        return self.add_all(block.namespace, [block.hash], tenant_digest, [position])[0]
+
+    def add_all(
+        self,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        tenant_digest: bytes,
+        positions: Sequence[int],
+    ) -> list[int]:
+        """Give blocks that have none a row each; the hashes are distinct."""
+        count = len(hashes)
+        if not count:
+            return []
+        free, made = self._free, len(self._hashes)
+        reused = min(count, len(free))
+        rows = [free.pop() for _ in range(reused)] + list(range(made, made + count - reused))
+        if count > reused:
+            self._hashes.extend([None] * (count - reused))
+            for column in (self._namespace, self._tenant, self.positions):
+                column.frombytes(bytes((count - reused) * column.itemsize))
+        number = self._namespaces.take(namespace, count)
+        tenant = self._tenants.take(tenant_digest, count)
+        by_hash = self._by_hash.setdefault(namespace, {})
+        columns = self._hashes, self._namespace, self._tenant, self.positions
+        names, namespaces, tenants, places = columns
+        for row, digest, position in zip(rows, hashes, positions, strict=True):
+            names[row] = digest
+            namespaces[row] = number
+            tenants[row] = tenant
+            places[row] = min(U32_MAX, position)
+            by_hash[digest] = row
+        return rows
+
+    def keys(self, rows: Iterable[int]) -> list[tuple[bytes, bytes]]:
+        """Return the namespace and the hash of the block of each of these rows, which hold one."""
+        names, numbers, hashes = self._namespaces.digests, self._namespace, self._hashes
+        found = [(names[numbers[row]], hashes[row]) for row in rows]
+        return cast("list[tuple[bytes, bytes]]", found)
 
     def remove(self, row: int) -> None:
         """Take a row from its block; ``add`` may give it to another."""
-        block = self.id(row)
-        rows = self._by_hash[block.namespace]
-        del rows[block.hash]
-        if not rows:
-            del self._by_hash[block.namespace]
-        self._hashes[row] = None
-        self._namespaces.release(self._namespace[row])
-        self._tenants.release(self._tenant[row])
-        self._free.append(row)
+        self.remove_all((row,))
+
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Take distinct rows from their blocks; ``add`` may give them to others."""
+        hashes = self._hashes
+        for row, (namespace, digest) in zip(rows, self.keys(rows), strict=True):
+            mine = self._by_hash[namespace]
+            del mine[digest]
+            if not mine:
+                del self._by_hash[namespace]
+            hashes[row] = None
+        for digests, column in (
+            (self._namespaces, self._namespace),
+            (self._tenants, self._tenant),
+        ):
+            for number, uses in Counter([column[row] for row in rows]).items():
+                digests.release(number, uses)
+        self._free.extend(rows)
 
     def restore(self, entries: Entries) -> None:
         """Give the blocks of a table the rows 0, 1, ...; ``ValueError`` if it names one twice.
@@ -190,7 +226,7 @@ class BlockRows:
         self._by_hash, self._hashes, self._namespaces = by_hash, hashes, namespaces
         append_all(self._namespace, numbers)
         append_all(self._tenant, self._tenants.take_all(entries["tenant"]))
-        append_all(self._position, np.minimum(entries["position"], U32_MAX))
+        append_all(self.positions, np.minimum(entries["position"], U32_MAX))
 
     def check(self) -> list[str]:
         """Return what is wrong with the rows, in words."""

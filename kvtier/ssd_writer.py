@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtier.admission import SecondAccess
 from kvtier.catalog import CopyState
 from kvtier.lane import Lane
 from kvtier.plan import Tier
@@ -41,6 +40,8 @@ USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
 FULL_INDEX_BLOCKS: Final = 8
 """Blocks evicted for each batch that meets a full index: removing many at once needs room in it."""
+SHORT_USES_MIN: Final = 2
+"""How often a block was asked for, its put included, before a short write budget goes to it."""
 AHEAD_BLOCKS_MAX: Final = 128
 """Room that a full store keeps ahead of its writes, so that evictions share their commits."""
 AHEAD_SHARE: Final = 8
@@ -85,7 +86,6 @@ class SsdWriter:
         self._budget = budget
         self._batch_blocks_max = config.write_batch_blocks_max
         self._metrics = metrics
-        self._admission = SecondAccess()
         self._mover: Mover
         self._work = threading.Condition()
         self._writes: deque[PendingWrite] = deque()
@@ -216,15 +216,17 @@ class SsdWriter:
         new: list[PendingWrite] = []
         for write in batch:
             state = self._catalog.state(write.row, Tier.SSD)
-            if state is not CopyState.ABSENT or write.record.id in undropped:
-                # Stored meanwhile; or its old, damaged record is still in the index.
+            if state is not CopyState.ABSENT:  # stored meanwhile
                 ready = state is CopyState.READY
                 write.done(self._catalog.location(write.row, Tier.SSD) if ready else None)
-            elif not self._affordable(write.record):
+                continue
+            self._catalog.begin(write.record.id, Tier.SSD, "write")
+            if write.record.id in undropped:  # its old, damaged record is still in the index
+                self._give_up(write, "abort")
+            elif not self._affordable(write):
                 self._metrics.add("ssd_declined_blocks")
-                write.done(None)
+                self._give_up(write, "abort")
             else:
-                self._catalog.begin(write.record.id, Tier.SSD, "write")
                 new.append(write)
         if not new:
             return
@@ -232,8 +234,7 @@ class SsdWriter:
         started = []
         for write, where in zip(new, places, strict=True):
             if where is None:
-                self._catalog.end(write.row, Tier.SSD, "abort")
-                write.done(None)
+                self._give_up(write, "decline")
             else:
                 payload = self._mover.payload(write.row)
                 started.append((write, self._ssd.store(write.record, payload, where)))
@@ -243,17 +244,21 @@ class SsdWriter:
         for _, stored in started:
             stored.add_done_callback(self._stored)
 
+    def _give_up(self, write: PendingWrite, what: str) -> None:
+        self._catalog.end(write.row, Tier.SSD, what)
+        write.done(None)
+
     def _stored(self, _: Future[Location | None]) -> None:
         with self._work:
             if self._stored_blocks():
                 self._work.notify_all()
 
-    def _affordable(self, record: Record) -> bool:
+    def _affordable(self, write: PendingWrite) -> bool:
         """Whether the write budget allows a block; a short one only what comes a second time."""
-        if self._budget.short() and not self._admission.admits(record.id):
+        if self._budget.short() and self._catalog.asked(write.row) < SHORT_USES_MIN:
             return False
         try:
-            return self._budget.spend(self._ssd.slot_bytes(record))
+            return self._budget.spend(self._ssd.slot_bytes(write.record))
         except OSError as error:
             log.warning("the write budget could not be saved, nothing is written: %s", error)
             return False

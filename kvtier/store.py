@@ -17,8 +17,9 @@ from kvtier.identity import BlockKeys, KVSpec
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
 from kvtier.plan import Residency, Step, Tier
-from kvtier.policy import Lru
+from kvtier.policies import POLICY
 from kvtier.prefetcher import Prefetcher
+from kvtier.prices import Prices
 from kvtier.promoter import Promoter
 from kvtier.purge import Purge, PurgeResult
 from kvtier.ssd_writer import SsdWriter
@@ -29,6 +30,7 @@ from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier, host_slot_bytes
 from kvtier.tiers.index import LmdbIndex
+from kvtier.tiers.segment import size_class
 from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
@@ -38,6 +40,8 @@ from kvtier.writeback import PutJob, Writeback
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvtier.cost import CostModel
+    from kvtier.retention import Retention
     from kvtier.tiers.device import KVSlots
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.throttle import LinkThrottle
@@ -57,7 +61,7 @@ def open_store(
     ssd_bytes: ByteSize = "10GiB",
     device_bytes: ByteSize = 0,
     ssd_write_bytes_per_day: ByteSize | None = None,
-    policy: str = "lru",
+    policy: str = "priced",
     device: str = "cpu",
     links: Mapping[Tier | str, LinkThrottle] | None = None,
     fs: FileSystem | None = None,
@@ -105,6 +109,7 @@ class Store(StoreView):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(path, spec, config, device, clock)
+        self._priced_samples = 0
         self._directory = StoreDirectory(path, fs)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
@@ -129,7 +134,11 @@ class Store(StoreView):
         self._ssd = self._open_ssd(fs, metrics)
         undo.callback(self._ssd.close)
         # Changes are numbered by the clock: who followed an earlier life of the store is told so.
-        catalog = Catalog(Lru, first_change=time.time_ns())
+        cost_book = CostBook(self._directory, self._namespace, device, links)
+        profiler = cost_book.read()
+        catalog = Catalog(
+            POLICY[config.policy], prices=self._prices(profiler.costs), first_change=time.time_ns()
+        )
         catalog.restore(self._ssd.take_entries())
         host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
         host = HostTier(
@@ -142,8 +151,6 @@ class Store(StoreView):
         pool = DevicePool(block_bytes, config.device_bytes, device)
         undo.callback(pool.close)
         promoter = Promoter(catalog, pool, metrics)
-        cost_book = CostBook(self._directory, self._namespace, device, links)
-        profiler = cost_book.read()
         self._writer = SsdWriter(
             catalog, self._ssd, self._budget, config, metrics, failed=self._writer_failed
         )
@@ -189,6 +196,17 @@ class Store(StoreView):
             index.close()
             raise
 
+    def _prices(self, costs: CostModel) -> Prices:
+        size = size_class(self._layout.part_bytes)
+        return Prices.of(costs, self.spec.block_tokens, self._layout.block_bytes, size)
+
+    def _reprice(self) -> None:
+        """Let evictions go by the costs as known now, once twice as many steps were measured."""
+        costs = self.costs
+        if costs.compute.samples > 2 * self._priced_samples:
+            self._priced_samples = costs.compute.samples
+            self._catalog.reprice(self._prices(costs))
+
     def _writer_failed(self, error: BaseException) -> None:
         self._writeback.fail(error)
 
@@ -201,6 +219,7 @@ class Store(StoreView):
         *,
         blocks: range | None = None,
         after: Any = None,
+        retention: Retention | None = None,
     ) -> Transfer[PutResult]:
         """Store full blocks of a prompt from an engine's slots; returns at once.
 
@@ -208,6 +227,9 @@ class Store(StoreView):
         wait for before reading. Blocks that are stored already are counted, not copied. What finds
         no room is dropped and counted, never raised. The source must stay as it is until the
         transfer's ``released`` is set.
+
+        ``retention`` says how long the blocks are wanted. It raises that of blocks which are stored
+        already, until the store closes: their records keep what they were written with.
         """
         self._check_open()
         if keys.namespace != self._namespace:
@@ -216,8 +238,9 @@ class Store(StoreView):
         wanted = range(len(keys)) if blocks is None else blocks
         if wanted and not 0 <= min(wanted) <= max(wanted) < len(keys):
             raise ValueError(f"blocks: {wanted} is not within the prompt's {len(keys)} full blocks")
+        self._reprice()
         transfer: Transfer[PutResult] = Transfer()
-        accepted, present, dropped = self._writeback.accept(keys, wanted, self._layout)
+        accepted, present, dropped = self._writeback.accept(keys, wanted, self._layout, retention)
         self._metrics.add("put_blocks_present", present)
         self._metrics.add("put_blocks_dropped", dropped)
         if not accepted:

@@ -17,6 +17,7 @@ from kvtier.catalog import CopyState
 from kvtier.errors import StoreClosed, StoreFailed
 from kvtier.lane import Lane
 from kvtier.plan import Tier
+from kvtier.retention import Retention
 from kvtier.ssd_writer import PendingWrite, SsdWriter
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.device import read_block
@@ -107,7 +108,7 @@ class Writeback:
     # -- what others call, from any thread
 
     def accept(
-        self, keys: BlockKeys, wanted: range, layout: BlockLayout
+        self, keys: BlockKeys, wanted: range, layout: BlockLayout, retention: Retention | None
     ) -> tuple[list[PutBlock], int, int]:
         """Enter a put's new blocks as WRITING in host: (blocks, number present, number dropped).
 
@@ -115,40 +116,61 @@ class Writeback:
         for is dropped. A present block that an earlier put could not bring to the SSD is written
         now.
         """
-        accepted: list[PutBlock] = []
-        present = dropped = 0
         with self._work:
             room = self._config.write_queue_blocks_max - self._unsettled
-        now_ns, part_bytes = time.time_ns(), layout.part_bytes
+        now_ns, asked = time.time_ns(), retention or Retention()
+        expiry_ns = asked.expiry_ns(now_ns)
+        new: list[int] = []
+        rewritten: list[tuple[int, int]] = []
+        present = dropped = 0
         with self._catalog.changed:
             for block in wanted:
-                record = Record(
+                row = self._catalog.find(BlockId(keys.namespace, keys.hashes[block]))
+                if row is not None and self._present(row):
+                    present += 1
+                    if retention is not None or self._catalog.expired(row):
+                        self._catalog.retain(row, asked.priority, expiry_ns)
+                    if room > len(new) + len(rewritten) and self._only_in_host(row):
+                        self._catalog.ask(row)  # what nobody loads, but is computed again
+                        rewritten.append((block, row))
+                elif len(new) + len(rewritten) >= room:
+                    dropped += 1
+                else:
+                    new.append(block)
+            rows = self._catalog.begin_all(
+                keys.namespace,
+                [keys.hashes[block] for block in new],
+                Tier.HOST,
+                "write",
+                tenant_digest=keys.tenant_digest,
+                positions=new,
+                now_ns=now_ns,
+                priority=asked.priority,
+                expiry_ns=expiry_ns,
+            )
+            coming = [*rows, *(row for _, row in rewritten)]
+            if coming:
+                self._catalog.announce(keys.namespace, keys.hashes[: max(wanted) + 1], coming)
+
+            def record(block: int) -> Record:
+                return Record(
                     id=BlockId(keys.namespace, keys.hashes[block]),
                     parent=keys.parent(block),
                     position=block,
                     tenant_digest=keys.tenant_digest,
                     part_bytes=part_bytes,
                     shapes=layout.parts,
+                    priority=asked.priority,
                     created_ns=now_ns,
+                    expiry_ns=expiry_ns,
                 )
-                row = self._catalog.find(record.id)
-                if row is not None and self._present(row):
-                    present += 1
-                    if room > len(accepted) and self._only_in_host(row):
-                        room -= 1
-                        self._rewrite(row, record)
-                elif len(accepted) >= room:
-                    dropped += 1
-                else:
-                    row = self._catalog.begin(
-                        record.id,
-                        Tier.HOST,
-                        "write",
-                        tenant_digest=record.tenant_digest,
-                        position=record.position,
-                        now_ns=now_ns,
-                    )
-                    accepted.append(PutBlock(block, row, record))
+
+            part_bytes = layout.part_bytes
+            for block, row in rewritten:
+                self._rewrite(row, record(block))
+        accepted = [
+            PutBlock(block, row, record(block)) for block, row in zip(new, rows, strict=True)
+        ]
         return accepted, present, dropped
 
     def _present(self, row: int) -> bool:

@@ -614,8 +614,8 @@ def test_check_notices_books_that_do_not_balance() -> None:
     """A count that is off, a lost row, a hidden copy and a negative pin are each named."""
     catalog = Catalog(Lru)
     row = ready(catalog, 1)
-    catalog._ready[Tier.SSD] += 1
+    catalog._copies.ready[Tier.SSD] += 1
     catalog._pins[Tier.HOST][row] = -1
-    catalog._shown[row] = 0
+    catalog._copies.shown[row] = 0
     catalog._rows._free.append(row)
     assert len(catalog.check()) == 4

@@ -32,9 +32,9 @@ def test_forgotten_rows_are_no_victims() -> None:
     """A row taken out is never named again until it is touched anew; unknown rows are ignored."""
     lru = Lru()
     lru.touch([1, 2, 3])
-    lru.forget(2)
-    lru.forget(2)
-    lru.forget(99)
+    lru.forget([2])
+    lru.forget([2])
+    lru.forget([99])
     assert list(lru.victims()) == [1, 3]
     lru.touch([2])
     assert list(lru.victims()) == [1, 3, 2]
@@ -69,7 +69,7 @@ def test_only_new_rows_enter() -> None:
     lru.touch([1, 2, 3])
     with pytest.raises(ValueError, match="already") as refused:
         lru.enter(np.array([9, 2]))
-    lru.forget(2)
+    lru.forget([2])
     lru.enter(np.array([2, 9]))
     lru.touch([50])  # what was raised holds nothing that would keep the columns from growing
     assert list(lru.victims()) == [1, 3, 2, 9, 50]
@@ -97,7 +97,7 @@ def test_against_a_list(calls: list[tuple[str, list[int]]]) -> None:
             if row in model:
                 model.remove(row)
             if what == "forget":
-                lru.forget(row)
+                lru.forget([row])
             else:
                 model.append(row)
         assert model == list(lru.victims())

@@ -18,7 +18,7 @@ MODULES = sorted(
 PUBLIC = {
     "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
     "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "PurgeResult", "PutResult", "Residency",
-    "RestorePlan", "RestoreReport", "RestoreSession", "SpecMismatch", "Step", "Store",
+    "RestorePlan", "RestoreReport", "RestoreSession", "Retention", "SpecMismatch", "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
     "Tier", "Transfer", "TransferFailed", "UnsupportedModel", "open", "open_reader", "plan",
     "plan_batch",

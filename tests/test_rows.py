@@ -40,7 +40,7 @@ def test_passing_tenants_leave_nothing_behind() -> None:
     for number in range(100):
         digest = number.to_bytes(32, "big")
         rows.remove(rows.add(BlockId(digest, digest), digest, 0))
-    assert len(rows) == len(rows._tenants._digests) == len(rows._namespaces._digests) == 1
+    assert len(rows) == len(rows._tenants.digests) == len(rows._namespaces.digests) == 1
     assert rows.spaces() == {}
 
 
@@ -76,7 +76,7 @@ def test_a_free_row_holds_no_block() -> None:
     """Only a row in use has a block."""
     rows = BlockRows()
     row = rows.add(BlockId(DIGESTS[0], DIGESTS[1]), DIGESTS[2], 2**40)
-    assert rows.position(row) == 2**32 - 1
+    assert rows.positions[row] == 2**32 - 1
     assert rows.holds(row)
     rows.remove(row)
     assert not rows.holds(row)

@@ -30,7 +30,6 @@ from support import (
 
 import kvtier
 from kvtier import Tier
-from kvtier.admission import SecondAccess
 from kvtier.tiers.base import BlockId
 from kvtier.tiers.index import LmdbIndex
 
@@ -176,16 +175,6 @@ def test_a_short_write_budget_admits_what_comes_twice(open_store: Open) -> None:
 
     assert stored(once) == 0
     assert stored(twice) == 2
-
-
-def test_the_ghosts_are_bounded() -> None:
-    """Second access remembers the last so many blocks and no more."""
-    ghosts = SecondAccess(limit=2)
-    blocks = [BlockId(bytes(32), bytes([n]) * 32) for n in range(3)]
-    assert not any(ghosts.admits(block) for block in blocks)
-    assert not ghosts.admits(blocks[0])
-    assert ghosts.admits(blocks[2])
-    assert not ghosts.admits(blocks[2])
 
 
 def test_a_block_that_missed_the_disk_is_written_when_put_again(open_store: Open) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "keyed_tag",
     "part_digests",
     "read_digests",
+    "size_class",
     "slot_bytes",
 ]
 
@@ -113,8 +114,13 @@ def header_bytes(parts: int) -> int:
 
 
 def slot_bytes(record: Record) -> int:
-    """Return the size class of a record: header and payload in whole pages."""
-    size = header_bytes(len(record.part_bytes)) + record.payload_bytes
+    """Return the size class of a record."""
+    return size_class(record.part_bytes)
+
+
+def size_class(part_bytes: Sequence[int]) -> int:
+    """Return the slot size for records with such parts: header and payload in whole pages."""
+    size = header_bytes(len(part_bytes)) + sum(part_bytes)
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 

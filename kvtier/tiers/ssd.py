@@ -76,7 +76,6 @@ class SsdTier:
     ) -> None:
         self._count_failure = failed
         self._index = index
-        self._now_ns = now_ns
         self._key = integrity_key
         found, unused_bytes = find_segments(segments, fs)
         self._slabs = Slabs(
@@ -221,9 +220,9 @@ class SsdTier:
             except OSError as error:
                 self._failed("sync", segment, error)
                 self._give_back(result, segment)
-        now_ns = self._now_ns()
+        # The time of its put: blocks of one prompt are used at once, in whatever commits they come.
         entries = [
-            entry_of(record, where, now_ns)
+            entry_of(record, where, record.created_ns)
             for record, where in zip(records, result, strict=True)
             if where is not None
         ]

@@ -1,0 +1,114 @@
+"""The state of every copy, and which of them are shown; the catalog's columns and moves."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvtier.lifecycle import CopyState, after, moves
+from kvtier.plan import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtier.changes import ChangeLog
+    from kvtier.rows import BlockRows
+
+__all__ = ["BIT", "SHOWN", "TIERS", "Copies"]
+
+TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.SSD)
+BIT: Final = {Tier.HOST: 1, Tier.SSD: 2, Tier.DEVICE: 4}
+SHOWN: Final[tuple[tuple[Tier, ...], ...]] = tuple(
+    tuple(tier for tier in TIERS if bits & BIT[tier]) for bits in range(8)
+)
+"""The tiers that a sum of bits stands for, fastest first."""
+_READY: Final = {
+    tier: tuple(BIT[tier] if state is CopyState.READY else 0 for state in CopyState)
+    for tier in TIERS
+}
+_TURNS: Final = {"commit": 1, "keep": 1, "evict": -1, "drop": -1}
+"""What a move adds to the number of READY copies."""
+
+
+class Copies:
+    """One state a tier for each row, as columns; its owner locks, and grows ``columns``.
+
+    A block is shown in the tiers in which its copy is READY, unless it is hidden.
+    """
+
+    def __init__(self, rows: BlockRows, changes: ChangeLog) -> None:
+        self._rows = rows
+        self._changes = changes
+        self.states = {tier: array("B") for tier in TIERS}
+        self.shown = array("B")  # the sum of the bits of the tiers in which a block is shown
+        self.columns = (*self.states.values(), self.shown)
+        self.ready = dict.fromkeys(TIERS, 0)
+        self.hidden: set[int] = set()
+
+    def legal(self, rows: Iterable[int], tier: Tier, what: str) -> tuple[int, ...]:
+        """Return where a move leads from each state; ``ValueError`` if a row has no such move."""
+        states, to = self.states[tier], moves(what)
+        for row in rows:
+            if to[states[row]] < 0:
+                try:
+                    after(CopyState(states[row]), what)
+                except ValueError as error:
+                    raise ValueError(f"catalog row {row}, {tier}: {error}") from None
+        return to
+
+    def move(self, rows: Sequence[int], tier: Tier, what: str) -> None:
+        """Make a move with all rows, or with none."""
+        states, to = self.states[tier], self.legal(rows, tier, what)
+        for row in rows:
+            states[row] = to[states[row]]
+        turns = _TURNS.get(what, 0)
+        if turns:
+            self.ready[tier] += turns * len(rows)
+            self.show(rows)
+
+    def show(self, rows: Iterable[int]) -> None:
+        """Show blocks where they are READY, and note what that changes."""
+        device, host, ssd = (self.states[tier] for tier in TIERS)
+        on_device, in_host, on_ssd = (_READY[tier] for tier in TIERS)
+        shown, hidden, turned = self.shown, self.hidden, []
+        for row in rows:
+            now = in_host[host[row]] | on_ssd[ssd[row]] | on_device[device[row]]
+            if row in hidden:
+                now = 0
+            if now != shown[row]:
+                shown[row] = now
+                turned.append(row)
+        keys = self._rows.keys(turned)
+        self._changes.add_all(
+            [(*key, SHOWN[shown[row]]) for key, row in zip(keys, turned, strict=True)]
+        )
+
+    def unused(self, rows: Iterable[int]) -> list[int]:
+        """Return those of the rows that have no copy in any state."""
+        device, host, ssd = (self.states[tier] for tier in TIERS)
+        return [row for row in rows if not (host[row] or ssd[row] or device[row])]
+
+    def present(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return for each row whether it has a copy in any state."""
+        states = [np.asarray(self.states[tier]) for tier in TIERS]
+        present: np.ndarray[Any, np.dtype[np.bool_]]
+        present = np.bitwise_or.reduce(states) != CopyState.ABSENT
+        return present
+
+    def check(self) -> list[str]:
+        """Return what is wrong, in words."""
+        problems = []
+        shown = np.zeros(len(self.shown), dtype=np.uint8)
+        for tier in TIERS:
+            is_ready = np.asarray(self.states[tier]) == CopyState.READY
+            shown += is_ready.view(np.uint8) * BIT[tier]
+            if is_ready.sum() != self.ready[tier]:
+                problems.append(
+                    f"catalog: {is_ready.sum()} ready in {tier}, {self.ready[tier]} counted"
+                )
+        shown[list(self.hidden)] = 0
+        if (np.asarray(self.shown) != shown).any():
+            problems.append("catalog: a block is shown where it is not ready")
+        return problems
