@@ -194,9 +194,10 @@ def test_what_is_more_urgent_takes_the_room_of_what_waits() -> None:
 def test_nothing_is_left_of_many_that_were_cancelled_failed_or_dropped() -> None:
     """After 10,000 prefetches of every fate the room is whole, and there are no timers left."""
     numbers = random.Random(5)  # noqa: S311 - a test's choices
-    with Rig(50, host_blocks=16, prefetch_bytes_max=12 * BLOCK_BYTES) as rig:
+    with Rig(50, host_blocks=16, prefetch_bytes_max=12 * BLOCK_BYTES, loads_inflight_max=1) as rig:
         for block in rig.blocks[::3]:
             rig.ssd.outcomes[block] = ReadResult.FAILED
+        gate = rig.hold()  # until something was late
         transfers = []
         for number in range(10_000):
             start = numbers.randrange(48)
@@ -213,6 +214,8 @@ def test_nothing_is_left_of_many_that_were_cancelled_failed_or_dropped() -> None
             if number % 100 == 0:
                 rig.advance(0.4)
                 assert rig.held <= 12
+            if number == 200:
+                gate.open()
         for transfer in transfers[:5000]:
             transfer.cancel()
         assert all(0 <= transfer.result(WAIT_S) <= 3 for transfer in transfers)
