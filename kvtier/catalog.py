@@ -270,8 +270,8 @@ class Catalog:
     def evict(self, tier: Tier, count: int) -> list[int]:
         """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first.
 
-        From the SSD no more than come before those on their way to it: what is worth less than what
-        it would displace finds no room.
+        What is on its way to the SSD displaces nothing of a higher priority and, for callers of
+        contiguous prefixes, nothing that is worth more.
         """
         with self.changed:
             rows = self.victims(tier, count)

@@ -133,8 +133,9 @@ class Columns:
         """Return up to ``count`` READY, unpinned rows, first to go first.
 
         What is on its way to the SSD makes room for itself whatever it is worth: else what was dear
-        once would stay for ever, and nothing new get in. Only of a lower priority it displaces
-        nothing.
+        once would stay for long, and nothing new get in. Only of a lower priority it displaces
+        nothing; and for callers of contiguous prefixes nothing that is worth more, since the blocks
+        before it might go.
         """
         states, pins = self.copies.states[tier], self.pins[tier]
         rows: list[int] = []
@@ -144,6 +145,8 @@ class Columns:
                 break
             if states[row] != CopyState.READY:
                 if tier is Tier.SSD and self._is_coming(row):
+                    if self._contiguous:
+                        break
                     coming = min(coming, self.orders.priority(row))
             elif not pins[row]:
                 rows.append(row)

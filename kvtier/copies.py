@@ -69,17 +69,17 @@ class Copies:
             self.ready[tier] += turns * len(rows)
             self.show(rows)
 
-    def show(self, rows: Iterable[int]) -> None:
+    def show(self, rows: Sequence[int]) -> None:
         """Show blocks where they are READY, and note what that changes."""
         device, host, ssd = (self.states[tier] for tier in TIERS)
         on_device, in_host, on_ssd = (_READY[tier] for tier in TIERS)
         shown, hidden = self.shown, self.hidden
         turned: list[int] = []
         tiers: list[tuple[Tier, ...]] = []
-        for row in rows:
-            now = in_host[host[row]] | on_ssd[ssd[row]] | on_device[device[row]]
-            if hidden and row in hidden:
-                now = 0
+        states = [in_host[host[row]] | on_ssd[ssd[row]] | on_device[device[row]] for row in rows]
+        if hidden:
+            states = [0 if row in hidden else now for row, now in zip(rows, states, strict=True)]
+        for row, now in zip(rows, states, strict=True):
             if now != shown[row]:
                 shown[row] = now
                 turned.append(row)

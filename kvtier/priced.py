@@ -90,9 +90,9 @@ class Priced:
 
     def evicted(self, rows: Iterable[int]) -> None:
         """Take victims out, and set the clock to the priority of the last."""
-        rows = [row for row in rows if row in self._rings]
-        self._rings.remove(rows)
-        self._clock = max([self._clock, *(self._priority[row] for row in rows)])
+        gone = self._rings.remove(rows)
+        highest = max(map(self._priority.__getitem__, gone), default=self._clock)
+        self._clock = max(self._clock, highest)
 
     def victims(self) -> Iterator[int]:
         """Walk the rows, first to go first."""
@@ -172,7 +172,7 @@ class PrefixClosed(Priced):
                 has = self._priority[row]
                 # At the same priority it stays behind what stays, and goes behind what was moved,
                 # but not to a lower level: rows that follow it may be there.
-                if has > least or (has == least and (stays or least > highest)):
+                if has > least or (has == least and stays):
                     highest, its_level, stays = has, self._level[row], True
                     continue
                 if has == least:

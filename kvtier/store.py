@@ -226,8 +226,8 @@ class Store(StoreView):
             )
             return None
         live = LivePublisher(
-            looks, self._what_is_shown, self._directory.write_live,
-            clock=self._clock, failed=self._fail,
+            looks, weakly(self._what_is_shown), self._directory.write_live,
+            clock=self._clock, failed=weakly(self._fail),
         )  # fmt: skip
         live.start()
         return live

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from kvtier import planner
 from kvtier.changes import CatalogChanges
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from kvtier.transfer import Prefetch
 
 __all__ = ["StoreView", "weakly"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -334,15 +337,12 @@ class StoreView(ABC):
             self._failure = error
 
 
-def weakly(
-    method: Callable[[BaseException], None],
-) -> Callable[[BaseException], None]:
-    """Return ``method`` as a callback that does not keep its object alive."""
+def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
+    """Return ``method`` as a callback that does not keep its object alive; without it, None."""
     reference = weakref.WeakMethod(method)
 
-    def call(error: BaseException) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
         found = reference()
-        if found is not None:
-            found(error)
+        return None if found is None else found(*args, **kwargs)
 
     return call
