@@ -195,6 +195,11 @@ class Rig:
         )
         return [number for number, tier in enumerate(tiers) if tier is Tier.HOST]
 
+    def on_device(self) -> list[int]:
+        """Return which blocks are on the device."""
+        tiers = self.catalog.residency(bytes(32), [block.hash for block in self.blocks])
+        return [number for number, tier in enumerate(tiers) if tier is Tier.DEVICE]
+
     def count(self, name: str) -> int:
         """Return a counter."""
         return self.metrics.snapshot()[name]
