@@ -258,14 +258,14 @@ def test_a_row_outlives_its_copy_while_pinned() -> None:
 
 
 def test_a_scope_pins_what_is_ready() -> None:
-    """The scope pins each block in its tier, says which it could, and undoes exactly that."""
+    """The scope pins each block in its tier, says where it could, and undoes exactly that."""
     catalog = Catalog(Lru)
     row = ready(catalog, 1)
     ready(catalog, 3, Tier.HOST)
     hashes = [block(n).hash for n in (1, 2, 3, 4)]
     catalog.begin(block(4), Tier.SSD, "write")
     with catalog.pinned(NS, hashes, [Tier.SSD, Tier.SSD, Tier.HOST, Tier.SSD]) as kept:
-        assert kept == [True, False, True, False]
+        assert kept == [Tier.SSD, None, Tier.HOST, None]
         assert catalog.pins() == 2
         assert catalog.evict(Tier.SSD, 9) == []
     assert catalog.pins() == 0
@@ -280,7 +280,8 @@ def test_a_scope_pins_in_the_tier_asked_for() -> None:
     hashes = [block(n).hash for n in (1, 2, 3)]
     for wanted, in_host, on_ssd in ((Tier.SSD, 1, 2), (Tier.HOST, 2, 1), (None, 0, 0)):
         with catalog.pinned(NS, hashes, [wanted] * 3) as kept:
-            assert kept == [wanted is not None] * 3
+            others = [Tier.SSD, Tier.HOST] if wanted else [None, None]
+            assert kept == [wanted, *others]
             assert (catalog.pins(Tier.HOST), catalog.pins(Tier.SSD)) == (in_host, on_ssd)
 
 
