@@ -246,17 +246,23 @@ class LmdbIndexReader:
 
     def snapshot(self) -> tuple[int, Entries]:
         """Return a sequence number and all entries as of then; ``FormatError`` if unreadable."""
-        link = self._usable()
-        try:
-            for _ in range(SNAPSHOT_TRIES):
+        failure: OSError | None = None
+        for _ in range(SNAPSHOT_TRIES):
+            link = self._usable()
+            try:
                 birth, sequence, entries = _walked(link)
                 with self._lock:
                     self._birth = birth
                 changes = self._since(link, sequence)
-                if changes is not None:
-                    return changes.sequence, _merged(entries, changes)
-        except OSError as error:
-            raise FormatError(f"{error.strerror}; the index cannot be read") from error
+            except OSError as error:
+                failure = error
+                if self._bytes_max != keeper.ONLOOKER:
+                    break
+                continue  # a page that is written anew under an onlooker may end its process
+            if changes is not None:
+                return changes.sequence, _merged(entries, changes)
+        if failure is not None:
+            raise FormatError(f"{failure.strerror}; the index cannot be read") from failure
         raise FormatError(f"{self._path}: the index changes faster than it can be read")
 
     def since(self, sequence: int) -> Changes | None:
