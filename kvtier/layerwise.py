@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+from kvtier.errors import StoreFailed
 from kvtier.plan import Tier
+from kvtier.tiers.base import BlockId
 from kvtier.tiers.device import layer_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.plan import RestorePlan
-    from kvtier.tiers.base import BlockId
     from kvtier.tiers.device import KVSlots
     from kvtier.trace import Trace
 
@@ -68,6 +69,20 @@ class LayerTail:
         self._copying = False
         self._over = False  # no layer will be begun any more
         self._error: BaseException | None = None
+
+    @classmethod
+    def of(
+        cls,
+        plan: RestorePlan,
+        slots: KVSlots,
+        clock: Callable[[], float],
+        trace: Trace | None,
+        session: int,
+    ) -> LayerTail | None:
+        """Return the copy of a plan's host tail; None if it has none."""
+        blocks = host_tail(plan)
+        names = [BlockId(plan.namespace, plan.hashes[block]) for block in blocks]
+        return cls(slots, blocks, names, clock, trace, session) if blocks else None
 
     @property
     def layer_bytes(self) -> Sequence[int]:
@@ -131,3 +146,13 @@ class LayerTail:
         self.stopped()
         with self._changed:
             return self._changed.wait_for(lambda: not self._copying, timeout)
+
+    def end(self, timeout: float, *, cancel: bool) -> None:
+        """Let the copy end, or cut it short; nothing writes to the slots afterwards.
+
+        Raises ``StoreFailed`` if a layer's copy does not end in ``timeout`` seconds.
+        """
+        if not cancel:
+            self.wait(len(self.layer_bytes) - 1, timeout)
+        if not self.stop(timeout):
+            raise StoreFailed(f"a copy into the slots did not end in {timeout:.0f} s")

@@ -112,12 +112,21 @@ class RestorePlan:
         blocks = range(self.resident, len(self.tiers))
         return [block for block in blocks if self.tiers[block] is Tier.DEVICE]
 
-    def instead(self, tiers: dict[int, Tier]) -> RestorePlan:
-        """Return the plan that loads these blocks, not on the device any more, from other tiers."""
-        if not tiers:
-            return self
-        now = tuple(tiers.get(block, tier) for block, tier in enumerate(self.tiers))
-        return replace(self, tiers=now, load=(*self.load, *sorted(tiers)))
+    def by_now(self, pinned: Sequence[Tier | None]) -> tuple[RestorePlan, list[int]]:
+        """Return the plan as it can be carried out when blocks are pinned there, and what is gone.
+
+        What is not on the device any more, but elsewhere, is loaded from where it is.
+        """
+        left = [block for block in self.on_device if pinned[block] is not Tier.DEVICE]
+        moved = {block: pinned[block] for block in left if pinned[block] is not None}
+        counted_on = [*self.load, *left]
+        if self.adaptive:
+            counted_on += [block for block in self.recompute if self.tiers[block] is not None]
+        gone = [block for block in counted_on if pinned[block] is None]
+        if not moved:
+            return self, gone
+        tiers = tuple(moved.get(block, tier) for block, tier in enumerate(self.tiers))
+        return replace(self, tiers=tiers, load=(*self.load, *moved)), gone
 
     def explain(self) -> str:
         """Say in a few lines what will be done, how long each way would take, and why."""

@@ -27,7 +27,7 @@ from kvtier.events import (
     Woke,
 )
 from kvtier.executor import advance, begin
-from kvtier.layerwise import LayerTail, host_tail
+from kvtier.layerwise import LayerTail
 from kvtier.plan import Tier
 from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId
@@ -149,16 +149,13 @@ class RestoreSession:
             self._catalog.pinned(plan.namespace, plan.hashes, plan.tiers)
         )
         self._catalog.touch(plan.namespace, plan.hashes, self._now_ns())
-        left = {block: pinned[block] for block in plan.on_device}
-        plan = plan.instead({b: now for b, now in left.items() if now in (Tier.HOST, Tier.SSD)})
+        plan, gone = plan.by_now(pinned)
         self.plan = plan
         placed = self._place_owned(pinned)
-        gone = [block for block in plan.load if not pinned[block]]
-        gone += set(plan.on_device) - set(placed)
-        if plan.adaptive:
-            gone += [b for b in plan.recompute if plan.tiers[b] is not None and not pinned[b]]
+        gone += set(plan.on_device) - set(placed)  # if the slots raised: all of it
         if self._layerwise:
-            self._tail = self._start_tail()
+            tail = LayerTail.of(plan, self._slots, self._clock, self._trace, self._number)
+            self._tail = tail if tail and self._prefetcher.load_layers(tail) else None
         with self._changed:
             self._state = begin(
                 plan,
@@ -407,22 +404,12 @@ class RestoreSession:
             del self._tickets[block]
             self._post(NotLoaded(block, self._clock()))
 
-    def _start_tail(self) -> LayerTail | None:
-        """Start copying the plan's tail by layers, if all of it is in host memory."""
-        plan, blocks = self.plan, host_tail(self.plan)
-        names = [BlockId(plan.namespace, plan.hashes[block]) for block in blocks]
-        tail = LayerTail(self._slots, blocks, names, self._clock, self._trace, self._number)
-        return tail if blocks and self._prefetcher.load_layers(tail) else None
-
     def _end_tail(self, *, cancel: bool) -> None:
         """Let the copy by layers end, or cut it short; nothing writes to the slots afterwards."""
         tail = self._tail
         if tail is None:
             return
-        if not cancel:
-            tail.wait(len(self._slots.layout.parts) - 1, COPY_S_MAX)
-        if not tail.stop(COPY_S_MAX):
-            raise StoreFailed(f"a copy into the slots did not end in {COPY_S_MAX:.0f} s")
+        tail.end(COPY_S_MAX, cancel=cancel)
         if tail.ended_s is not None:
             self._loaded += len(tail.blocks)
             if self._finished is not None:

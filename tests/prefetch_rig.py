@@ -87,6 +87,20 @@ class HeldReads:
                 self.under_way -= 1
 
 
+class NotedCatalog(Catalog):
+    """A catalog that notes in which order loads begin: on the loop, whatever the lanes do then."""
+
+    def __init__(self) -> None:
+        super().__init__(Lru)
+        self.loads: list[BlockId] = []
+
+    def begin(self, block: BlockId, tier: Tier, what: str, **described: Any) -> int:
+        """Start one copy's life."""
+        if what == "load" and tier is Tier.HOST:
+            self.loads.append(block)
+        return super().begin(block, tier, what, **described)
+
+
 class Rig:
     """``blocks`` blocks on an SSD, host slots beyond staging, device slots, and a prefetcher."""
 
@@ -103,7 +117,7 @@ class Rig:
         config = StoreConfig(host_bytes=host_blocks * block_bytes, ssd_bytes=0, **bounds)
         self.config = config
         self.loop = VirtualLoop()
-        self.catalog = Catalog(Lru)
+        self.catalog = NotedCatalog()
         self.host = HostTier(block_bytes, host_blocks + config.staging_blocks_max, 0)
         self.ssd = HeldReads()
         self.metrics = Metrics()
@@ -183,6 +197,10 @@ class Rig:
 
         assert self.prefetcher._loop.submit(move)
         self.turn()
+
+    def begun(self) -> list[int]:
+        """Return which blocks' reads were begun, in order; a lane may carry them out in another."""
+        return [self.blocks.index(block) for block in list(self.catalog.loads)]
 
     def read(self) -> list[int]:
         """Return which blocks were read, or are being read, in order."""

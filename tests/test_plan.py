@@ -102,6 +102,35 @@ def test_plans_and_residencies_show_no_token_ids() -> None:
 TIERS = st.lists(st.sampled_from([*Tier, None]), max_size=10)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([*Tier, None]), min_size=1, max_size=12),
+    st.sampled_from(["best", "load"]), st.data(),
+)  # fmt: skip
+def test_a_plan_by_now(tiers: list[Tier | None], way: Any, data: st.DataObject) -> None:
+    """Whatever happened since, every block is in place, recomputed or loaded from where it is.
+
+    Gone is what the plan counts on and nobody has; it is a plan as good as any other.
+    """
+    resident = data.draw(st.integers(0, len(tiers)))
+    before = plan(residency_of(tiers), COSTS, resident=resident, way=way)
+    pinned = [tier and data.draw(st.sampled_from([tier, *Tier, None])) for tier in tiers]
+    now, gone = before.by_now(pinned)
+    assert RestorePlan.from_json(now.to_json()) == now
+    assert now.recompute == before.recompute
+    assert now.load[: len(before.load)] == before.load
+    for block in range(resident, len(tiers)):
+        if tiers[block] is Tier.DEVICE and pinned[block] in (HOST, SSD):
+            assert block in now.load
+            assert now.tiers[block] is pinned[block]
+        else:
+            assert now.tiers[block] is tiers[block]
+    counted_on = {*now.load, *now.on_device}
+    if before.adaptive:
+        counted_on |= {block for block in range(resident, len(tiers)) if tiers[block]}
+    assert set(gone) == {block for block in counted_on if pinned[block] is None}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([HOST, SSD, None]), max_size=10), st.data())
 def test_json_round_trip(tiers: list[Tier | None], data: st.DataObject) -> None:

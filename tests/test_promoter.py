@@ -391,6 +391,7 @@ def test_slots_that_raise(store: kvtier.Store, way: str) -> None:
         pytest.raises(RuntimeError, match="the engine's own"),
     ):
         session.next_step(WAIT_S)
+    assert session.report.measured_s is None, "nothing was restored"
     assert_sound(store)
     assert bring_back(store, keys).loaded == 4
 

@@ -83,7 +83,7 @@ def test_a_restore_goes_before_all_prefetches() -> None:
         gate.open()
         assert transfer.result(WAIT_S) == 30 - first
         eventually(lambda: all(loads))
-        assert set(rig.read()[: first + 6]) == {*range(first), *range(30, 36)}
+        assert set(rig.begun()[: first + 6]) == {*range(first), *range(30, 36)}
 
 
 def test_a_block_that_is_queued_for_a_prefetch_is_upgraded_and_read_once() -> None:
@@ -544,15 +544,16 @@ def test_a_cancelled_hint_copies_nothing_to_the_device() -> None:
 def test_while_copies_to_the_device_wait_no_more_is_read_for_prefetches() -> None:
     """What they pin in host memory is bounded, and a restore finds both lanes."""
     link = HeldLink()
-    with Rig(64, device_blocks=60, links={Tier.HOST: link}, **ONE_AT_A_TIME) as rig:
-        transfer = rig.prefetch(*range(60), tier=Tier.DEVICE)
-        eventually(lambda: rig.prefetcher.usage()["promoting_blocks"] > 1)
-        rig.turn()
-        most = HOPS_PER_READ * rig.config.loads_inflight_max * (HOP_BYTES // BLOCK_BYTES)
+    bounds = {**ONE_AT_A_TIME, "block_bytes": HOP_BYTES // 4}
+    with Rig(24, device_blocks=24, links={Tier.HOST: link}, **bounds) as rig:
+        transfer = rig.prefetch(*range(24), tier=Tier.DEVICE)
+        eventually(lambda: rig.prefetcher.usage()["promoting_blocks"] > 4)
+        eventually(lambda: rig.prefetcher.usage()["reading_blocks"] == 0)
         assert link.passed == 1, "one copy has begun, the others wait for it"
-        assert rig.catalog.pins(Tier.HOST) <= most
+        assert len(rig.begun()) <= 4 * HOPS_PER_READ
+        assert rig.catalog.pins(Tier.HOST) == len(rig.begun())
         link.open(rig)
-        assert transfer.result(WAIT_S) == 60
+        assert transfer.result(WAIT_S) == 24
 
 
 def test_closing_answers_what_waits_for_a_copy_to_the_device() -> None:
