@@ -21,7 +21,8 @@ from kvtier.plan import Residency, RestorePlan, Step, Tier
 from kvtier.planner import plan, plan_batch
 from kvtier.purge import PurgeResult
 from kvtier.reader import StoreReader, open_reader
-from kvtier.restore import PENDING, RestoreReport, RestoreSession
+from kvtier.restore import PENDING, RestoreSession
+from kvtier.restore_notes import RestoreReport
 from kvtier.retention import Retention
 from kvtier.store import Store
 from kvtier.store import open_store as open  # noqa: A004 - kvtier.open, like gzip.open

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvtier.errors import StoreClosed, StoreFailed, TransferFailed
@@ -29,6 +29,7 @@ from kvtier.events import (
 from kvtier.executor import advance, begin
 from kvtier.layerwise import LayerTail
 from kvtier.plan import Tier
+from kvtier.restore_notes import RestoreNotes, RestoreReport
 from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId
 
@@ -55,21 +56,6 @@ PENDING: Final[Pending] = "pending"
 STEP_S: Final = 30.0
 COPY_S_MAX: Final = 30.0
 """How long a cancelled load that is already copying into its slot may take to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreReport:
-    """What a restore did, in blocks, bytes and seconds.
-
-    ``measured_s`` runs from the start of the session to the last block in place; None until then.
-    """
-
-    loaded: int
-    recomputed: int
-    failed: int
-    loaded_bytes: int
-    predicted_s: float
-    measured_s: float | None
 
 
 class RestoreSession:
@@ -119,9 +105,7 @@ class RestoreSession:
         self._trace = trace
         self._layerwise = layerwise
         self._tail: LayerTail | None = None
-        self._number = 0 if trace is None else trace.session()
-        self._arrived: dict[int, int] = {}  # the event of each loaded block that no step built on
-        self._waiting_since: float | None = None
+        self._notes = RestoreNotes(trace)
         self._owner = os.getpid()
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
@@ -154,7 +138,7 @@ class RestoreSession:
         placed = self._place_owned(pinned)
         gone += set(plan.on_device) - set(placed)  # if the slots raised: all of it
         if self._layerwise:
-            tail = LayerTail.of(plan, self._slots, self._clock, self._trace, self._number)
+            tail = LayerTail.of(plan, self._slots, self._clock, self._trace, self._notes.number)
             self._tail = tail if tail and self._prefetcher.load_layers(tail) else None
         with self._changed:
             self._state = begin(
@@ -266,8 +250,7 @@ class RestoreSession:
             overlap = (self._loading_at_step + bool(self._tickets)) / 2
             self._profiler.computed(step.tokens.start, len(step.tokens), spent, overlap)
             self._metrics.observe("step_seconds", spent)
-            if self._trace is not None:
-                self._note_step(step, now)
+            self._notes.computed(step, self._handed_out, now)
             self._step = None
             self._recomputed += len(step.blocks)
             self._post(Computed(now, spent))
@@ -324,32 +307,16 @@ class RestoreSession:
         if self._error is not None:
             raise self._error
         if self._state.finished:
-            self._note_wait()
+            self._notes.goes_on(self._clock())
             return None
         if self._state.step is not None:
-            self._note_wait()
             self._step = self._state.step
             self._loading_at_step = bool(self._tickets)
             self._handed_out = self._clock()
+            self._notes.goes_on(self._handed_out)
             return self._step
-        if self._trace is not None and self._waiting_since is None:
-            self._waiting_since = self._clock()
+        self._notes.waits(self._clock())
         return PENDING
-
-    def _note_wait(self) -> None:
-        if self._trace is not None and self._waiting_since is not None:
-            now = self._clock()
-            self._trace.add("wait", "compute", self._waiting_since, now, session=self._number)
-            self._waiting_since = None
-
-    def _note_step(self, step: Step, now: float) -> None:
-        if self._trace is not None:
-            built_on = [block for block in self._arrived if block < step.start]
-            self._trace.add(
-                "recompute", "compute", self._handed_out, now,
-                session=self._number, start=step.start, stop=step.stop,
-                after=tuple(self._arrived.pop(block) for block in built_on),
-            )  # fmt: skip
 
     def _post(self, event: Event) -> None:
         """Advance the machine and do what it says, and so on with whatever that brings at once.
@@ -389,7 +356,7 @@ class RestoreSession:
                 case StartLoad(block, tier):
                     name = BlockId(self.plan.namespace, self.plan.hashes[block])
                     ticket = LoadTicket(
-                        name, tier, self._slots, block, self._load_done, session=self._number
+                        name, tier, self._slots, block, self._load_done, session=self._notes.number
                     )
                     self._tickets[block] = ticket
                     self._prefetcher.load(ticket)
@@ -424,9 +391,8 @@ class RestoreSession:
         """Take a ticket's answer, on the prefetcher's thread."""
         with self._changed:
             ticket = self._tickets.pop(block)
-            if error is None and ticket.event:
-                self._arrived[block] = ticket.event
             if error is None:
+                self._notes.arrived(block, ticket.event)
                 self._loaded += 1
                 self._post(Loaded(block, self._clock()))
                 return

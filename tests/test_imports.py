@@ -62,6 +62,7 @@ LAYERS = (
         "promotions",
         "purge",
         "restore",
+        "restore_notes",
         "retention",
         "rows",
         "ssd_writer",
