@@ -172,7 +172,7 @@ class PrefixClosed(Priced):
                 has = self._priority[row]
                 # At the same priority it stays behind what stays, and goes behind what was moved,
                 # but not to a lower level: rows that follow it may be there.
-                if has > least or (has == least and (stays or least > highest)):
+                if has > least or (has == least and stays):
                     highest, its_level, stays = has, self._level[row], True
                     continue
                 if has == least:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvtier import StoreConfig
-from kvtier.config import parse_bytes
+from kvtier.config import POLICIES, parse_bytes
+from kvtier.policies import POLICY
 
 
 @pytest.mark.parametrize(
@@ -127,3 +128,12 @@ def test_tails_alone_are_of_no_use_to_contiguous_callers() -> None:
     """tails_only drops heads, which prefix-closed exists to keep: together they are refused."""
     with pytest.raises(ValueError, match=r"tails_only.*prefix-closed"):
         StoreConfig(host_bytes=0, ssd_bytes=0, policy="prefix-closed", tails_only=True)
+
+
+def test_every_policy_has_its_name() -> None:
+    """The names that a store takes are those of the policies there are, and the default is one."""
+    assert set(POLICIES) == set(POLICY)
+    assert all(
+        StoreConfig(host_bytes=0, ssd_bytes=0, policy=name).policy == name for name in POLICIES
+    )
+    assert StoreConfig(host_bytes=0, ssd_bytes=0).policy == "priced"

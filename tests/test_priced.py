@@ -245,3 +245,27 @@ def test_a_head_is_worth_what_follows_it() -> None:
     closed.touch([1, 0])
     closed.touch([2])
     assert list(closed.victims()) == [2, 1, 0]
+
+
+def test_a_use_of_the_head_alone_adds_nothing_to_what_follows_it() -> None:
+    """Rows that have their priority from a tail keep it when they are touched without that tail."""
+    values = Fixed({2: 16.0, 5: 4.0, 6: 13.0})
+    closed = PrefixClosed(values)
+    closed.touch([2, 1, 0])
+    closed.touch([5])
+    closed.evicted([5])
+    closed.touch([1, 0])
+    closed.touch([6])
+    assert list(closed.victims()) == [2, 1, 0, 6]
+
+
+def test_equal_priorities_at_other_levels_keep_a_prompts_order() -> None:
+    """A head that ties with its tail does not go to a lower level than another tail is at."""
+    values = Fixed({1: 3.0, 4: 6.0, 2: 1.0})
+    closed = PrefixClosed(values)
+    closed.touch([1, 0])
+    closed.touch([4, 0])
+    closed.evicted([1])
+    values.values[1] = 3.0
+    closed.touch([1, 0])
+    assert list(closed.victims()) in ([1, 4, 0], [4, 1, 0])

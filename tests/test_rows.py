@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.rows import BlockRows, Interned
+from kvtier.rows import BlockRows, Interned, prefix_order
 from kvtier.tiers.base import BlockId
 from kvtier.tiers.entries import ENTRY, Entries
 
@@ -82,3 +82,19 @@ def test_a_free_row_holds_no_block() -> None:
     assert not rows.holds(row)
     with pytest.raises(ValueError, match=f"row {row} holds no block"):
         rows.id(row)
+
+
+@given(st.permutations(range(6)), st.lists(st.integers(0, 9), min_size=6, max_size=6))
+def test_no_head_is_older_than_its_tail(rows: list[int], used: list[int]) -> None:
+    """In prefix order a block follows all that follow it in a prompt, whatever uses were lost."""
+    before = [-1, 0, 1, 1, 0, -1]
+    made = np.zeros(6, dtype=ENTRY)
+    for row, number in zip(made, rows, strict=True):
+        row["hash"] = np.void(bytes([number + 1]) * 32)
+        row["parent"] = np.void(bytes([before[number] + 1]) * 32)
+        row["position"] = (0, 1, 2, 2, 1, 0)[number]
+        row["last_use_ns"] = used[number]
+    order = [rows[row] for row in prefix_order(made).tolist()]
+    assert sorted(order) == list(range(6))
+    assert all(head < 0 or order.index(head) > order.index(n) for n, head in enumerate(before))
+    assert prefix_order(made[:0]).tolist() == []

@@ -26,6 +26,7 @@ from support import (
     prompt_keys,
     put,
     segment_files,
+    settle,
     tiny_budget,
     variant,
 )
@@ -481,3 +482,28 @@ def test_a_block_put_while_its_old_copy_goes_is_written(open_store: Open) -> Non
 def put_begun(store: kvtier.Store, keys: kvtier.BlockKeys) -> kvtier.PutResult:
     """Put blocks that are present: nothing is written, nothing waits."""
     return store.put(keys, filled_slots(keys)).result(WAIT_S)
+
+
+def test_a_full_prefix_closed_store_holds_prefixes(open_store: Open) -> None:
+    """Whatever is put into a full store and used, what it has of each prompt is its beginning."""
+    store = open_store(host_bytes=0, policy="prefix-closed", **tiny_budget(24))
+    prompts = [prompt_keys(blocks, seed) for seed, blocks in enumerate((6, 9, 4, 12, 7, 3, 15, 8))]
+    for again in range(3):
+        for keys in prompts:
+            bring_back(store, keys)
+            put(store, keys)
+            settle(store)
+            for each in prompts:
+                found = [tier is not None for tier in store.lookup(each).tiers]
+                assert found == sorted(found, reverse=True), f"round {again}"
+    assert store.stats()["counters"]["evicted_blocks_ssd"] > 0
+
+
+def test_a_prefix_closed_store_writes_nothing_that_cannot_be_reached(open_store: Open) -> None:
+    """A block whose beginning is not stored is dropped; with its beginning it is kept."""
+    store = open_store(host_bytes=0, policy="prefix-closed")
+    keys = prompt_keys(4)
+    slots = filled_slots(keys)
+    assert store.put(keys, slots, blocks=range(2, 4)).result(30).dropped == 2
+    assert store.put(keys, slots, blocks=range(2)).result(30).stored == 2
+    assert store.put(keys, slots, blocks=range(2, 4)).result(30).stored == 2

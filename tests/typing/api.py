@@ -68,7 +68,8 @@ def restore_and_store(path: Path, token_ids: list[int]) -> kvtier.RestoreReport:
                 prefill(step)
                 session.computed(step)
             report = session.report
-        transfer = store.put(keys, source=slots, blocks=range(1, 3))
+        retention = kvtier.Retention(priority=1, ttl_s=3600)
+        transfer = store.put(keys, source=slots, blocks=range(1, 3), retention=retention)
         assert_type(transfer, kvtier.Transfer[kvtier.PutResult])
         transfer.released.wait()
         assert_type(transfer.result(timeout=5), kvtier.PutResult)
