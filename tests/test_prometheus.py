@@ -65,11 +65,11 @@ def test_a_closed_store_does_not_break_the_endpoint(open_store: Open) -> None:
     assert exposed(registry) == {}
 
 
-def test_two_stores_of_one_process_are_told_apart(open_store: Open) -> None:
+def test_two_stores_of_one_process_are_told_apart(open_store: Open, tmp_path: Path) -> None:
     """Their labels differ, so a registry takes both."""
     registry = CollectorRegistry()
     for rank in "01":
-        registry.register(StoreCollector(open_store(f"store{rank}"), {"rank": rank}))
+        registry.register(StoreCollector(open_store(str(tmp_path / rank)), {"rank": rank}))
     samples = exposed(registry)
     assert {f'kvtier_pins{{rank="{rank}"}}' for rank in "01"} <= set(samples)
 
