@@ -269,8 +269,7 @@ class Catalog:
     def evict(self, tier: Tier, count: int) -> list[int]:
         """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first.
 
-        From the SSD no more than come before those on their way to it: what is worth less than what
-        it would displace finds no room.
+        From the SSD none of a higher priority than what is on its way to it.
         """
         with self.changed:
             rows = self.victims(tier, count)
@@ -343,6 +342,11 @@ class Catalog:
         """Return how often a row's block was asked for, its put included, as far as known."""
         with self.changed:
             return self._uses.column[row]
+
+    def values(self, rows: Sequence[int]) -> list[float]:
+        """Return what the loss of each row's last copy would cost, as ``prices`` has it."""
+        with self.changed:
+            return self._orders.values(rows)
 
     # -- retention
 
