@@ -1,9 +1,9 @@
 """Who is where: the one owner of residency and pins.
 
 Columns, not objects: a dict from block hash to row, and arrays over rows. A block may have a copy
-in host memory and one on the SSD, each with its own life (``lifecycle``). Only READY copies of
-blocks that have not expired are ever shown. A pinned copy is not evicted. A tier's order holds its
-READY copies, and those that a put has announced.
+on the device, one in host memory and one on the SSD, each with its own life (``lifecycle``). Only
+READY copies of blocks that have not expired are ever shown. A pinned copy is not evicted. A tier's
+order holds its READY copies, and those that a put has announced.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Catalog:
             policy, prices, self._changes, history or History(), uses_kept=uses_kept, now_ns=now_ns
         )
         self._rows, self._copies, self._pins = columns.rows, columns.copies, columns.pins
-        self._host_slot, self._places = columns.host_slot, columns.places
+        self._slots, self._places = columns.slots, columns.places
         self._uses, self._orders = columns.uses, columns.orders
 
     def reprice(self, prices: Prices) -> None:
@@ -106,8 +106,9 @@ class Catalog:
     def location(self, row: int, tier: Tier) -> Location:
         """Return where a row's READY copy lies."""
         with self.changed:
-            host = tier is Tier.HOST
-            return Location(0, self._host_slot[row], 0) if host else self._places.at(row)
+            if tier is Tier.SSD:
+                return self._places.at(row)
+            return Location(0, self._slots[tier][row], 0)
 
     def places(self, namespace: bytes, hashes: Iterable[bytes]) -> list[Location | None]:
         """Return where each block's READY copy on the SSD lies; None for those that have none."""
@@ -223,17 +224,17 @@ class Catalog:
     def commit_all(
         self, rows: Sequence[int], tier: Tier, places: Sequence[Location], *, pinned: bool = False
     ) -> None:
-        """Make copies READY, pinned once if asked for. Of a place in host only the slot counts.
+        """Make copies READY, pinned once if asked for. In memory only a place's slot counts.
 
         Those that no put has announced enter the tier's order now.
         """
         with self.changed:
             self._copies.move(rows, tier, "commit")
-            if tier is Tier.HOST:
-                for row, where in zip(rows, places, strict=True):
-                    self._host_slot[row] = where.slot
-            else:
+            if tier is Tier.SSD:
                 self._places.put(rows, places)
+            else:
+                for row, where in zip(rows, places, strict=True):
+                    self._slots[tier][row] = where.slot
             for row in rows if pinned else ():
                 self._pins[tier][row] += 1
             self._columns.order(self._orders.missing(rows, tier), tier)
@@ -269,7 +270,8 @@ class Catalog:
     def evict(self, tier: Tier, count: int) -> list[int]:
         """Move up to ``count`` READY, unpinned copies to EVICTING, least valuable first.
 
-        From the SSD none of a higher priority than what is on its way to it.
+        What is on its way to the SSD displaces nothing of a higher priority and, for callers of
+        contiguous prefixes, nothing that is worth more.
         """
         with self.changed:
             rows = self.victims(tier, count)
@@ -318,7 +320,7 @@ class Catalog:
         namespace: bytes,
         hashes: Sequence[bytes],
         coming: Sequence[int],
-        tiers: Sequence[Tier] = TIERS,
+        tiers: Sequence[Tier] = (Tier.HOST, Tier.SSD),
     ) -> None:
         """Order a put's prompt, tail to head; a use only of what is there and comes again.
 
@@ -391,11 +393,12 @@ class Catalog:
     @contextmanager
     def pinned(
         self, namespace: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier | None]
-    ) -> Iterator[list[bool]]:
-        """Pin each block in its tier, or else in the other one, for the length of a scope.
+    ) -> Iterator[list[Tier | None]]:
+        """Pin each block in its tier, or else in the fastest one, for the length of a scope.
 
-        Yields which ones were READY at all; one whose tier is None is left alone. In a forked
-        child, whose copy of the lock may be held for ever, the scope ends without the catalog.
+        Yields where each one is pinned: None if it is not READY at all. One whose tier is None is
+        left alone. In a forked child, whose copy of the lock may be held for ever, the scope ends
+        without the catalog.
         """
         owner = os.getpid()
         with self.changed:

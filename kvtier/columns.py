@@ -51,7 +51,7 @@ class Columns:
         self.rows = BlockRows()
         self.copies = Copies(self.rows, changes)
         self.pins = {tier: array("i") for tier in TIERS}
-        self.host_slot = array("I")
+        self.slots = {Tier.DEVICE: array("I"), Tier.HOST: array("I")}
         self.places = Places()
         self.last_use_ns = array("q")
         self.uses = Uses(history, uses_kept)
@@ -60,7 +60,7 @@ class Columns:
             slot_bytes=self.places.slot_bytes,
         )  # fmt: skip
         self._all = (
-            *self.copies.columns, *self.pins.values(), self.host_slot, *self.places.columns,
+            *self.copies.columns, *self.pins.values(), *self.slots.values(), *self.places.columns,
             self.last_use_ns, self.uses.column, *self.orders.columns,
         )  # fmt: skip
 
@@ -133,8 +133,9 @@ class Columns:
         """Return up to ``count`` READY, unpinned rows, first to go first.
 
         What is on its way to the SSD makes room for itself whatever it is worth: else what was dear
-        once would stay for ever, and nothing new get in. Only of a lower priority it displaces
-        nothing.
+        once would stay for long, and nothing new get in. Only of a lower priority it displaces
+        nothing; and for callers of contiguous prefixes nothing that is worth more, since the blocks
+        before it might go.
         """
         states, pins = self.copies.states[tier], self.pins[tier]
         rows: list[int] = []
@@ -144,6 +145,8 @@ class Columns:
                 break
             if states[row] != CopyState.READY:
                 if tier is Tier.SSD and self._is_coming(row):
+                    if self._contiguous:
+                        break
                     coming = min(coming, self.orders.priority(row))
             elif not pins[row]:
                 rows.append(row)
@@ -158,20 +161,20 @@ class Columns:
 
     def pin_shown(
         self, namespace: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier | None]
-    ) -> tuple[list[tuple[int, Tier]], list[bool]]:
-        """Pin each block in its tier or else in the other one: the pins, and which were shown.
+    ) -> tuple[list[tuple[int, Tier]], list[Tier | None]]:
+        """Pin each block in its tier or else in the fastest one: the pins, and where each one is.
 
         A block whose tier is None is left alone.
         """
         held: list[tuple[int, Tier]] = []
-        kept: list[bool] = []
+        kept: list[Tier | None] = []
         rows = self.rows.of(namespace)
         for digest, wanted in zip(hashes, tiers, strict=True):
             row = rows.get(digest)
             found = () if row is None or wanted is None else SHOWN[self.copies.shown[row]]
-            kept.append(bool(found))
-            if row is not None and found:
-                tier = wanted if wanted in found else found[0]
+            tier = wanted if wanted in found else next(iter(found), None)
+            kept.append(tier)
+            if row is not None and tier is not None:
                 held.append((row, tier))
                 self.pins[tier][row] += 1
         return held, kept
@@ -185,8 +188,9 @@ class Columns:
 
     def collect(self, rows: Iterable[int]) -> None:
         """Free rows to which no copy and no pin refers."""
-        host, ssd = self.pins.values()
-        free = [row for row in self.copies.unused(rows) if not host[row] and not ssd[row]]
+        device, host, ssd = (self.pins[tier] for tier in TIERS)
+        unused = self.copies.unused(rows)
+        free = [row for row in unused if not (host[row] or ssd[row] or device[row])]
         if free:
             self.orders.clear(free)
             self.copies.hidden.difference_update(free)

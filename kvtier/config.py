@@ -6,12 +6,12 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = ["ByteSize", "StoreConfig", "parse_bytes"]
+__all__ = ["ByteSize", "StoreConfig", "parse_bytes", "parse_sizes"]
 
 ByteSize = int | str
 """Bytes as an int, or a string such as "8GiB" or "500MB"."""
@@ -26,7 +26,7 @@ POLICIES: Final = ("priced", "prefix-closed", "sieve", "lru")
 KEY_BYTES: Final = range(16, 65)
 _OPTIONAL: Final = ("ssd_write_bytes_per_day", "prefetch_bytes_max", "prefetch_bytes_per_s")
 WRITE_POLICIES: Final = ("through", "demote")
-_SIZES: Final = ("host_bytes", "ssd_bytes", *_OPTIONAL)
+_SIZES: Final = ("host_bytes", "ssd_bytes", "device_bytes", *_OPTIONAL)
 
 
 def parse_bytes(name: str, value: ByteSize) -> int:
@@ -48,14 +48,26 @@ def parse_bytes(name: str, value: ByteSize) -> int:
     return size
 
 
+def parse_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with sizes that are strings in bytes; ``ValueError`` names the setting."""
+    return {
+        name: parse_bytes(name, value) if name in _SIZES and isinstance(value, str) else value
+        for name, value in given.items()
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """Every bound of a store, with its unit in its name; ``ValueError`` names the field."""
 
     host_bytes: int
-    """Blocks kept in host memory; 0 keeps none there beyond the copy that uses it."""
+    """Blocks kept in host memory; 0 keeps none there beyond the copy that uses it. No more than the
+    machine, or a control group that the process is in, has."""
     ssd_bytes: int
     """What the directory may occupy on disk, data and index together."""
+    device_bytes: int = 0
+    """Blocks that ``prefetch(tier="device")`` keeps in device memory of the store's own; 0: none.
+    Engines own their device memory, so that this is for what they leave."""
     ssd_write_bytes_per_day: int | None = None
     """What may be written to the directory in any 24 hours, so that the SSD lives; None: no limit.
     With less than a quarter of it left, only the most valuable blocks are written, and others when
@@ -84,7 +96,7 @@ class StoreConfig:
     prefetch_bytes_max: int | None = None
     """What prefetches may hold: blocks that wait, that are being read, and that arrived and are
     kept for a restore; more is dropped and counted. None: all of ``host_bytes``, which is also the
-    most there can be."""
+    most there can be. Those to the device may hold ``device_bytes``."""
     prefetch_bytes_per_s: int | None = None
     """The rate at which prefetches begin reads, so that other readers of the disk find it idle;
     None: no limit, 0: nothing is prefetched."""

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BIT", "SHOWN", "TIERS", "Copies"]
 
-TIERS: Final = (Tier.HOST, Tier.SSD)
-BIT: Final = {Tier.HOST: 1, Tier.SSD: 2}
-SHOWN: Final[tuple[tuple[Tier, ...], ...]] = ((), (Tier.HOST,), (Tier.SSD,), (Tier.HOST, Tier.SSD))
-"""The tiers that a sum of bits stands for."""
+TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.SSD)
+BIT: Final = {Tier.HOST: 1, Tier.SSD: 2, Tier.DEVICE: 4}
+SHOWN: Final[tuple[tuple[Tier, ...], ...]] = tuple(
+    tuple(tier for tier in TIERS if bits & BIT[tier]) for bits in range(8)
+)
+"""The tiers that a sum of bits stands for, fastest first."""
 _READY: Final = {
     tier: tuple(BIT[tier] if state is CopyState.READY else 0 for state in CopyState)
     for tier in TIERS
@@ -67,17 +69,17 @@ class Copies:
             self.ready[tier] += turns * len(rows)
             self.show(rows)
 
-    def show(self, rows: Iterable[int]) -> None:
+    def show(self, rows: Sequence[int]) -> None:
         """Show blocks where they are READY, and note what that changes."""
-        host, ssd = (self.states[tier] for tier in TIERS)
-        in_host, on_ssd = (_READY[tier] for tier in TIERS)
+        device, host, ssd = (self.states[tier] for tier in TIERS)
+        on_device, in_host, on_ssd = (_READY[tier] for tier in TIERS)
         shown, hidden = self.shown, self.hidden
         turned: list[int] = []
         tiers: list[tuple[Tier, ...]] = []
-        for row in rows:
-            now = in_host[host[row]] | on_ssd[ssd[row]]
-            if hidden and row in hidden:
-                now = 0
+        states = [in_host[host[row]] | on_ssd[ssd[row]] | on_device[device[row]] for row in rows]
+        if hidden:
+            states = [0 if row in hidden else now for row, now in zip(rows, states, strict=True)]
+        for row, now in zip(rows, states, strict=True):
             if now != shown[row]:
                 shown[row] = now
                 turned.append(row)
@@ -91,13 +93,14 @@ class Copies:
 
     def unused(self, rows: Iterable[int]) -> list[int]:
         """Return those of the rows that have no copy in any state."""
-        host, ssd = (self.states[tier] for tier in TIERS)
-        return [row for row in rows if not host[row] and not ssd[row]]
+        device, host, ssd = (self.states[tier] for tier in TIERS)
+        return [row for row in rows if not (host[row] or ssd[row] or device[row])]
 
     def present(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return for each row whether it has a copy in any state."""
-        host, ssd = (np.asarray(self.states[tier]) for tier in TIERS)
-        present: np.ndarray[Any, np.dtype[np.bool_]] = (host | ssd) != CopyState.ABSENT
+        states = [np.asarray(self.states[tier]) for tier in TIERS]
+        present: np.ndarray[Any, np.dtype[np.bool_]]
+        present = np.bitwise_or.reduce(states) != CopyState.ABSENT
         return present
 
     def snapshot(self) -> Iterator[BlockTiers]:

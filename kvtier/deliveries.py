@@ -1,9 +1,13 @@
-"""The last stretch of a load: from host memory into an engine's slot, on a lane of its own."""
+"""The last stretch of a load: from host memory into an engine's slot, on a lane of its own.
+
+Promotions to the device go the same way, some at a time: the lane always has room for a load.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 from aiofiles.os import wrap
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from kvtier.cost import Profiler
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
+    from kvtier.promoter import Promoter
     from kvtier.ticket import LoadTicket
     from kvtier.tiers.throttle import LinkThrottle
     from kvtier.trace import Trace
@@ -49,6 +54,7 @@ class Deliveries:
     def __init__(
         self,
         mover: Mover,
+        promoter: Promoter,
         metrics: Metrics,
         rates: LinkRates,
         loop: LoopThread,
@@ -70,6 +76,10 @@ class Deliveries:
         self._lane = concurrent.futures.ThreadPoolExecutor(
             copies_inflight_max, thread_name_prefix="kvtier-load"
         )
+        self._promoting_max = max(1, copies_inflight_max - 1)
+        self._promoting = 0
+        self._waiting: deque[tuple[int, Callable[[bool], None]]] = deque()  # pinned host copies
+        self._promote_block = wrap(carried(promoter.promote))
         self._write_block = wrap(carried(write_block))
         self._copy_layer = wrap(carried(LayerTail.copy))
 
@@ -84,6 +94,31 @@ class Deliveries:
         """Start the copy by layers of host copies that were pinned for it."""
         self._loop.spawn(self._deliver_layers(tail, rows))
 
+    def promote(self, row: int, done: Callable[[bool], None]) -> None:
+        """Bring a host copy that was pinned for it to the device, in turn.
+
+        ``done`` learns whether it is there now, before the host copy is unpinned.
+        """
+        self._waiting.append((row, done))
+        self._promote_next()
+
+    @property
+    def promoting(self) -> int:
+        """Host copies that are pinned to be promoted."""
+        return len(self._waiting) + self._promoting
+
+    @property
+    def backed_up(self) -> bool:
+        """Whether promotions wait for others: more of them would only hold host memory."""
+        return bool(self._waiting)
+
+    def end_promotions(self) -> None:
+        """Turn away the promotions that have not begun."""
+        while self._waiting:
+            row, done = self._waiting.popleft()
+            done(False)  # noqa: FBT003
+            self._mover.unpin_host(row)
+
     def close(self, *, ended: bool) -> None:
         """End the lane; copies that have not ended are waited for only if they are known to."""
         self._lane.shutdown(wait=ended, cancel_futures=True)
@@ -93,9 +128,7 @@ class Deliveries:
         error: BaseException | None = None
         try:
             try:
-                if self._link is not None:  # the copy link, whatever tier it came from
-                    now = self._loop.time()
-                    await self._loop.until(self._link.reserve(now, self._block_bytes))
+                await self._link_passed()
                 claimed = ticket.claim()
                 if claimed:
                     error = await self._into_slot(ticket, row, read)
@@ -116,6 +149,34 @@ class Deliveries:
             # Whoever loses the claim stays silent: exactly one answer per ticket.
             if claimed or ticket.claim():
                 ticket.done(ticket.position, error)
+
+    async def _link_passed(self) -> None:
+        """Wait for the copy link, whatever tier a block came from."""
+        if self._link is not None:
+            arrival = self._link.reserve(self._loop.time(), self._block_bytes)
+            await self._loop.until(arrival)
+
+    def _promote_next(self) -> None:
+        while self._waiting and self._promoting < self._promoting_max:
+            self._promoting += 1
+            self._loop.spawn(self._promote(*self._waiting.popleft()))
+
+    async def _promote(self, row: int, done: Callable[[bool], None]) -> None:
+        there = False
+        try:
+            await self._link_passed()
+            payload = self._mover.payload(row)
+            there = await self._promote_block(row, payload, executor=self._lane)
+        except Cancelled:
+            raise  # given up on
+        except BaseException as failure:
+            self._failed(failure)  # before anybody is answered: the next call must see it
+            raise
+        finally:
+            self._promoting -= 1
+            self._promote_next()
+            done(there)
+            self._mover.unpin_host(row)
 
     async def _into_slot(self, ticket: LoadTicket, row: int, read: int) -> Exception | None:
         """Copy a pinned host copy into its slot; returns what the engine's slots raised."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvtier.catalog import Catalog
     from kvtier.mover import Mover
+    from kvtier.promoter import Promoter
     from kvtier.tiers.entries import Entries
     from kvtier.tiers.fs import FileSystem
     from kvtier.tiers.index import Changes
@@ -79,6 +80,7 @@ class Follower:
         self._namespace = namespace
         self._clock = clock
         self._mover: Mover
+        self._promoter: Promoter
         self._turn = threading.Lock()  # one asks at a time; never taken under the catalog's lock
         self._sequence: int | None = None
         self._filled = False
@@ -88,7 +90,7 @@ class Follower:
         # Below: under the catalog's lock.
         self._incomplete = False  # something was taken out that the index may still have
         self._damaged: dict[BlockId, Location] = {}
-        self._leaving: set[BlockId] = set()  # removed blocks whose host copies were in use
+        self._leaving: set[BlockId] = set()  # removed blocks whose copies in memory were in use
         # Below: under the condition's, which is held for moments only.
         self._wake = threading.Condition()
         self._next_at = float("-inf")
@@ -97,9 +99,10 @@ class Follower:
         self._closing = False
         self._lane = Lane("follow", self._next, failed)
 
-    def start(self, mover: Mover) -> None:
-        """Begin to follow; ``mover`` drops the host copies of what is removed."""
+    def start(self, mover: Mover, promoter: Promoter) -> None:
+        """Begin to follow; these drop the host and device copies of what is removed."""
         self._mover = mover
+        self._promoter = promoter
         self._lane.start()
 
     def close(self) -> None:
@@ -257,7 +260,7 @@ class Follower:
         row = self._catalog.find(block)
         if row is None:
             return
-        if self._catalog.state(row, Tier.HOST) is not CopyState.ABSENT:
+        if self._in_memory(row):
             self._leaving.add(block)
         if self._catalog.state(row, Tier.SSD) is CopyState.READY:
             self._catalog.end(row, Tier.SSD, "drop")
@@ -289,8 +292,12 @@ class Follower:
                 )
                 catalog.commit(row, Tier.SSD, where)
 
+    def _in_memory(self, row: int) -> bool:
+        tiers = (Tier.DEVICE, Tier.HOST)
+        return any(self._catalog.state(row, tier) is not CopyState.ABSENT for tier in tiers)
+
     def _drop_leaving(self) -> None:
-        """Drop the host copies of what was removed, except those that are in use."""
+        """Drop the copies in memory of what was removed, except those that are in use."""
         if not self._leaving:
             return
 
@@ -299,12 +306,9 @@ class Follower:
             return [row for row in rows if row is not None]
 
         with self._catalog.changed:
+            self._promoter.purge(select)
             self._mover.purge_host(select)
-            self._leaving = {
-                self._catalog.id(row)
-                for row in select()
-                if self._catalog.state(row, Tier.HOST) is not CopyState.ABSENT
-            }
+            self._leaving = {self._catalog.id(row) for row in select() if self._in_memory(row)}
 
 
 class FollowedReads:

@@ -27,7 +27,7 @@ H = TypeVar("H", bound="Hint[Any]")
 
 @dataclass(slots=True, eq=False)
 class Hint(Generic[B]):
-    """One prefetch: what it waits for, and the catalog rows that it keeps in host memory.
+    """One prefetch: what it waits for, and the catalog rows that it keeps in its tier.
 
     Without a deadline nothing is kept: the hint does not say for how long.
     """
@@ -45,7 +45,7 @@ class Hint(Generic[B]):
 
 
 class Hints(Generic[B, H]):
-    """The blocks that hints hold, at most ``blocks_max`` different ones; its owner locks."""
+    """The blocks that hints to one tier hold, ``blocks_max`` different ones; its owner locks."""
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks_max = blocks_max
@@ -59,7 +59,7 @@ class Hints(Generic[B, H]):
 
     @property
     def kept(self) -> int:
-        """Blocks that some hint keeps in host memory."""
+        """Blocks that some hint keeps in its tier."""
         return len(self._kept)
 
     def has_room(self, block: B) -> bool:
@@ -75,7 +75,7 @@ class Hints(Generic[B, H]):
         return True
 
     def keep(self, hint: H, block: B, row: int) -> None:
-        """Say that a block that a hint waited for is in host memory, pinned for it in ``row``."""
+        """Say that a block that a hint waited for is in its tier, pinned for it in ``row``."""
         hint.waiting.remove(block)
         hint.kept[block] = row
         self._kept[block] = self._kept.get(block, 0) + 1

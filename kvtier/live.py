@@ -36,13 +36,14 @@ class LivePublisher:
     """Writes what ``snapshot`` returns, with ``write``, while somebody looks.
 
     ``snapshot`` returns plain values, among them "counters"; what these rose by in a second is
-    added as "rates". A disk that refuses costs nothing but the file.
+    added as "rates". None: there is nothing to show any more. A disk that refuses costs nothing but
+    the file.
     """
 
     def __init__(
         self,
         looks: Looks,
-        snapshot: Callable[[], dict[str, Any]],
+        snapshot: Callable[[], dict[str, Any] | None],
         write: Callable[[bytes], None],
         *,
         clock: Callable[[], float],
@@ -92,6 +93,8 @@ class LivePublisher:
     def _publish(self, now: float) -> None:
         try:
             shown = self._snapshot()
+            if shown is None:
+                return
             packed = msgpack.packb({**shown, "rates": self._rates(now, shown["counters"])})
             self._write(msgpack.packb([_VERSION, time.time_ns(), packed]))
         except KVTierError:

@@ -77,7 +77,7 @@ class Mover:
         self._host = host
         self._ssd = ssd
         self._metrics = metrics
-        self._host_blocks_max = host_blocks_max
+        self.host_blocks_max = host_blocks_max
         self._slot_wait_s_max = slot_wait_s_max
         self._forget = forget
         self._crowded = crowded
@@ -109,7 +109,7 @@ class Mover:
     def trim(self) -> None:
         """Evict host copies beyond the budget; staging slots are only for copies in flight."""
         with self._catalog.changed:
-            over = self._catalog.ready(Tier.HOST) - self._host_blocks_max
+            over = self._catalog.ready(Tier.HOST) - self.host_blocks_max
             if over > 0:
                 self.let_go(over)
             self._crowded()

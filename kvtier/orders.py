@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["Orders"]
 
 _SSD_BIT: Final = BIT[Tier.SSD]
+_BELOW_DEVICE: Final = BIT[Tier.HOST] | BIT[Tier.SSD]
 
 
 class Orders:
-    """The orders of both tiers; its owner locks, and grows ``columns``.
+    """The orders of all tiers; its owner locks, and grows ``columns``.
 
     An order has the READY copies of its tier, and those that a put has announced.
     """
@@ -46,6 +47,7 @@ class Orders:
         self._retained = False  # no row ever had a priority or an expiry
         self.columns = (self.has, self._priority, self._deadlines.column)
         self._values: dict[Tier, HostValues | SsdValues] = {
+            Tier.DEVICE: HostValues(uses, positions, self.has, _BELOW_DEVICE, prices),
             Tier.HOST: HostValues(uses, positions, self.has, _SSD_BIT, prices),
             Tier.SSD: SsdValues(uses, positions, slot_bytes, prices),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,7 @@ class RestorePlan:
     ::
 
         [0, resident)   the engine holds them already
+        on_device       copied from the store's own device tier, before anything else
         recompute       ascending; needs everything before it in place
         load            in the order in which the loads start
 
@@ -105,12 +106,27 @@ class RestorePlan:
     predicted: Times
     reason: str
 
+    @property
+    def on_device(self) -> list[int]:
+        """Blocks that are copied from the store's own device tier, before anything else."""
+        blocks = range(self.resident, len(self.tiers))
+        return [block for block in blocks if self.tiers[block] is Tier.DEVICE]
+
+    def instead(self, tiers: dict[int, Tier]) -> RestorePlan:
+        """Return the plan that loads these blocks, not on the device any more, from other tiers."""
+        if not tiers:
+            return self
+        now = tuple(tiers.get(block, tier) for block, tier in enumerate(self.tiers))
+        return replace(self, tiers=now, load=(*self.load, *sorted(tiers)))
+
     def explain(self) -> str:
         """Say in a few lines what will be done, how long each way would take, and why."""
         spans = {
             "recompute": _spans(self.recompute),
             "load": _spans(sorted(self.load)),
         }
+        if self.on_device:
+            spans["on device"] = _spans(self.on_device)
         load = "-" if self.predicted.load is None else f"{self.predicted.load:.3f} s"
         times = (
             f"  predicted {self.predicted.planned:.3f} s planned, {load} load only, "

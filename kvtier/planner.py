@@ -225,7 +225,7 @@ def _choose(
         choice, reason = (everything if way == "recompute" else least), f"{way} was asked for"
     elif not layout.counts[Tier.SSD] + layout.counts[Tier.HOST]:
         choice = everything
-        reason = "no block is stored" if layout.runs else "the engine holds every block"
+        reason = "no block is stored" if layout.runs else "every block is on the device already"
     elif not costs.compute.known:
         choice = least
         reason = "the cost of recomputing is not measured yet, so what is stored is loaded"

@@ -31,7 +31,7 @@ from kvtier.tiers.throttle import LinkThrottle
 from kvtier.transfer import Prefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtier.catalog import Catalog
     from kvtier.config import StoreConfig
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from kvtier.layerwise import LayerTail
     from kvtier.metrics import Metrics
     from kvtier.mover import Mover
+    from kvtier.promoter import Promoter
     from kvtier.promotions import Timer
+    from kvtier.tiers.device import KVSlots
     from kvtier.trace import Trace
 
 __all__ = ["Prefetcher"]
@@ -78,12 +80,12 @@ class Prefetcher:
         self,
         catalog: Catalog,
         mover: Mover,
+        promoter: Promoter,
         profiler: Profiler,
         metrics: Metrics,
         config: StoreConfig,
         *,
         block_bytes: int,
-        host_blocks_max: int,
         links: Mapping[Tier, LinkThrottle],
         failed: Callable[[BaseException], None],
         writes: WriteGate | None = None,
@@ -93,6 +95,7 @@ class Prefetcher:
         self._trace = trace
         self._catalog = catalog
         self._mover = mover
+        self._promoter = promoter
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._links = links
@@ -114,14 +117,17 @@ class Prefetcher:
         self._loop = loop or LoopThread("loop")
         self._rates = LinkRates(profiler, block_bytes)
         self._deliveries = Deliveries(
-            mover, metrics, self._rates, self._loop, links.get(Tier.HOST),
+            mover, promoter, metrics, self._rates, self._loop, links.get(Tier.HOST),
             block_bytes=block_bytes, copies_inflight_max=config.loads_inflight_max, failed=failed,
             trace=trace,
         )  # fmt: skip
         self._promotions = Promotions(
             self._queue, catalog, mover, metrics,
-            blocks_max=min(config.prefetch_blocks_max(block_bytes), host_blocks_max),
-            timers=self._loop, changed=self._pump,
+            blocks_max={
+                Tier.HOST: min(config.prefetch_blocks_max(block_bytes), mover.host_blocks_max),
+                Tier.DEVICE: 0 if per_s == 0 else promoter.blocks_max,
+            },
+            timers=self._loop, changed=self._pump, to_device=self._deliveries.promote,
         )  # fmt: skip
         self._loop.start(self._broke)
 
@@ -147,7 +153,7 @@ class Prefetcher:
                     break
                 rows.append(row)
         whole = len(rows) == len(tail.names)
-        if whole and self._loop.submit(partial(self._deliveries.start_layers, tail, rows)):
+        if whole and self._loop.submit(partial(self._begin_layers, tail, rows)):
             return True
         for row in rows:
             self._mover.unpin_host(row)
@@ -165,26 +171,34 @@ class Prefetcher:
         wanted: Sequence[BlockId],
         present: Sequence[BlockId] = (),
         *,
+        tier: Tier = Tier.HOST,
         deadline_s: float | None = None,
         priority: int = 0,
     ) -> Prefetch:
         """Start promoting ``wanted`` blocks, given in prompt order, from the last one on.
 
-        With a deadline these are kept in host memory, and those that are ``present`` there already,
-        until a restore has loaded them or ``KEPT_AFTER_S`` seconds after it.
+        ``tier`` is host memory or the device. With a deadline these are kept there, and those that
+        are ``present`` already, until a restore has them or ``KEPT_AFTER_S`` seconds after it.
         """
         if deadline_s is not None and not 0 <= deadline_s < math.inf:
             raise ValueError(f"deadline_s: {deadline_s!r} is not a number of seconds from now")
         deadline = math.inf if deadline_s is None else self._loop.time() + deadline_s
         urgency = Urgency(Rank.PREFETCH, -priority, deadline)
         transfer = Prefetch(lambda: self._loop.submit(partial(self._promotions.withdraw, hint)))
-        hint = Promotion(urgency, transfer=transfer)
+        hint = Promotion(urgency, transfer=transfer, tier=tier)
         if not self._loop.submit(partial(self._promotions.accept, hint, wanted, present)):
             transfer.fail(StoreClosed("the store is closing"))
         return transfer
 
+    def place(self, blocks: Iterable[tuple[int, BlockId]], slots: KVSlots) -> list[int]:
+        """Copy pinned device copies into an engine's slots, as ``Promoter.place`` does."""
+        names = dict(blocks)
+        placed = self._promoter.place(names.items(), slots)
+        self._loop.submit(partial(self._used, [names[position] for position in placed]))
+        return placed
+
     def let_go(self) -> None:
-        """Let go, soon, of everything that is kept in host memory for restores to come."""
+        """Let go, soon, of everything that is kept in memory for restores to come."""
         self._loop.submit(self._promotions.keep_nothing)
 
     def usage(self) -> dict[str, int]:
@@ -192,6 +206,7 @@ class Prefetcher:
         return {
             "queued_blocks": len(self._queue),
             "reading_blocks": self._queue.reading,
+            "promoting_blocks": self._deliveries.promoting,
             **self._promotions.usage(),
         }
 
@@ -218,6 +233,14 @@ class Prefetcher:
         else:
             self._queue.want(ticket.block, ticket, RESTORE)
             self._pump()
+
+    def _begin_layers(self, tail: LayerTail, rows: Sequence[int]) -> None:
+        self._deliveries.start_layers(tail, rows)
+        self._used(tail.names)
+
+    def _used(self, blocks: Sequence[BlockId]) -> None:
+        for block in blocks:
+            self._promotions.used(block)
 
     def _leave(self, ticket: LoadTicket) -> None:
         self._queue.leave(ticket.block, ticket)
@@ -254,7 +277,8 @@ class Prefetcher:
         if rank is None:
             return False
         free = self._hops_max - self._hops
-        if rank is Rank.PREFETCH and (free == 1 or now < self._paced_until):
+        held_up = now < self._paced_until or self._deliveries.backed_up
+        if rank is Rank.PREFETCH and (free == 1 or held_up):
             return False  # the last hop is for a restore, so that its first read begins at once
         size = min(self._hop_blocks, -(-self._queue.count(rank) // free))
         taken = self._queue.take(now, size, rank)
@@ -360,8 +384,10 @@ class Prefetcher:
         if self._trace is not None and row is not None and submitted is not None:
             read = self._note_read(self._trace, submitted, waiters)
         hints = [waiter for waiter in waiters if isinstance(waiter, Promotion)]
-        if hints:
-            self._metrics.add("prefetch_failed_blocks" if row is None else "prefetched_blocks")
+        if hints and row is None:
+            self._metrics.add("prefetch_failed_blocks")
+        elif any(hint.tier is Tier.HOST for hint in hints):
+            self._metrics.add("prefetched_blocks")
         for hint in hints:  # before a restore uses up what they keep
             if error is not None:
                 hint.transfer.fail(error)
@@ -400,6 +426,7 @@ class Prefetcher:
                 if isinstance(waiter, Promotion):
                     self._promotions.drop(waiter, block, "prefetch_cancelled_blocks")
         self._promotions.end()
+        self._deliveries.end_promotions()
         self._pump()
 
     def _abandon(self) -> None:

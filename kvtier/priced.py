@@ -90,9 +90,9 @@ class Priced:
 
     def evicted(self, rows: Iterable[int]) -> None:
         """Take victims out, and set the clock to the priority of the last."""
-        rows = [row for row in rows if row in self._rings]
-        self._rings.remove(rows)
-        self._clock = max([self._clock, *(self._priority[row] for row in rows)])
+        gone = self._rings.remove(rows)
+        highest = max(map(self._priority.__getitem__, gone), default=self._clock)
+        self._clock = max(self._clock, highest)
 
     def victims(self) -> Iterator[int]:
         """Walk the rows, first to go first."""

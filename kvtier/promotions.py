@@ -1,20 +1,22 @@
-"""Prefetches: hints that promote blocks to host memory, and keep them there for the restore.
+"""Prefetches: hints that promote blocks to a tier, and keep them there for the restore.
 
-Everything here runs on the prefetcher's loop. What is read, and when, is the read queue's decision.
+Everything here runs on the prefetcher's loop. What is read, and when, is the read queue's decision;
+what is in host memory already passes through it too. A block comes to the device by way of host
+memory, where it is pinned from its arrival until it was copied.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.hints import Hint, Hints
 from kvtier.plan import Tier
-from kvtier.read_queue import Rank
 from kvtier.tiers.base import BlockId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvtier.catalog import Catalog
     from kvtier.metrics import Metrics
@@ -45,15 +47,20 @@ class Timers(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Promotion(Hint[BlockId]):
-    """A hint that somebody holds a handle of."""
+    """A hint that somebody holds a handle of, to bring blocks to ``tier``."""
 
     transfer: Prefetch
+    tier: Tier = Tier.HOST
     withdrawn: bool = False
     timer: Timer | None = None
 
 
 class Promotions:
-    """Owns what prefetches hold. ``changed`` is called when the queue may have to be looked at."""
+    """Owns what prefetches hold: of each tier's hints up to ``blocks_max`` blocks.
+
+    ``changed`` is called when the queue may have to be looked at. ``to_device`` starts the copy of
+    a row's pinned host copy to the device, and says, before it unpins that, whether it is there.
+    """
 
     def __init__(
         self,
@@ -62,9 +69,10 @@ class Promotions:
         mover: Mover,
         metrics: Metrics,
         *,
-        blocks_max: int,
+        blocks_max: Mapping[Tier, int],
         timers: Timers,
         changed: Callable[[], None],
+        to_device: Callable[[int, Callable[[bool], None]], None],
     ) -> None:
         self._queue = queue
         self._catalog = catalog
@@ -72,16 +80,23 @@ class Promotions:
         self._metrics = metrics
         self._timers = timers
         self._changed = changed
-        self._hints: Hints[BlockId, Promotion] = Hints(blocks_max)
+        self._to_device = to_device
+        self._hints: dict[Tier, Hints[BlockId, Promotion]] = {
+            tier: Hints(most) for tier, most in blocks_max.items()
+        }
+        self._copied: dict[BlockId, list[Promotion]] = {}  # who waits for a copy to the device
         self._over = False
 
     def usage(self) -> dict[str, int]:
-        """Return what prefetches hold, and may hold, in blocks."""
-        hints = self._hints
+        """Return what prefetches to host memory and the device hold, and may hold, in blocks."""
+        host, device = self._hints[Tier.HOST], self._hints[Tier.DEVICE]
         return {
-            "held_blocks": hints.held,
-            "kept_blocks": hints.kept,
-            "held_blocks_max": hints.blocks_max,
+            "held_blocks": host.held,
+            "kept_blocks": host.kept,
+            "held_blocks_max": host.blocks_max,
+            "device_held_blocks": device.held,
+            "device_kept_blocks": device.kept,
+            "device_held_blocks_max": device.blocks_max,
         }
 
     def accept(
@@ -91,12 +106,13 @@ class Promotions:
         keeps = hint.kept_until > self._timers.time()
         for block in dict.fromkeys(present if keeps else ()):
             self._keep_present(hint, block)
+        spare = self._less_urgent(hint)
         # The tail first: the head is what a plan recomputes, and what comes last stays longest.
         for block in dict.fromkeys(reversed(wanted)):
             if block in hint.kept:
                 continue
-            if self._has_room(hint, block):
-                self._hints.hold(hint, block)
+            if self._has_room(hint, block, spare):
+                self._hints[hint.tier].hold(hint, block)
                 self._queue.want(block, hint, hint.urgency)
             else:
                 self._metrics.add("prefetch_declined_blocks")
@@ -114,18 +130,17 @@ class Promotions:
 
     def arrived(self, hint: Promotion, block: BlockId, row: int | None) -> None:
         """Note that a hint's block is in host memory, pinned by the caller; or cannot be: None."""
-        hint.found += row is not None
-        keeps = not (hint.withdrawn or self._over) and hint.kept_until > self._timers.time()
-        if row is not None and keeps:
-            self._catalog.pin(row, Tier.HOST)
-            self._hints.keep(hint, block, row)
+        if row is None or hint.tier is Tier.HOST:
+            self._settle(hint, block, row)
+        elif hint.withdrawn or self._over:
+            self._settle(hint, block, None)
         else:
-            self._release(hint, block)
-        self._check(hint)
+            self._copy(hint, block, row)
 
     def used(self, block: BlockId) -> None:
         """Note that a restore has a block: one of the hints that kept it lets go of it."""
-        hint = self._hints.user(block)
+        users = [hints.user(block) for hints in self._hints.values()]
+        hint = min(filter(None, users), key=lambda hint: hint.urgency, default=None)
         if hint is not None:
             self._release(hint, block)
             self._check(hint)
@@ -138,8 +153,9 @@ class Promotions:
 
     def keep_nothing(self) -> None:
         """Let go of everything that is kept for restores to come."""
-        for hint in self._hints.keeping():
-            self._keep_nothing_for(hint)
+        for hints in self._hints.values():
+            for hint in hints.keeping():
+                self._keep_nothing_for(hint)
 
     def end(self) -> None:
         """Let go of everything that is kept, now and later."""
@@ -148,27 +164,62 @@ class Promotions:
 
     # -- inside
 
-    def _has_room(self, hint: Promotion, block: BlockId) -> bool:
-        """Whether a hint may hold a block; if need be, one that is less urgent is dropped."""
-        if self._hints.has_room(block):
-            return True
-        last = self._queue.last()
-        if last is None or last <= hint.urgency or last.rank is not Rank.PREFETCH:
-            return False
-        for other, waiter in self._queue.drop_last():
-            if isinstance(waiter, Promotion):  # of this rank they all are
-                self.drop(waiter, other, "prefetch_declined_blocks")
+    def _has_room(self, hint: Promotion, block: BlockId, spare: Iterator[BlockId]) -> bool:
+        """Whether a hint may hold a block; if need be, ``spare`` ones of its tier are dropped."""
+        while not self._hints[hint.tier].has_room(block):
+            other = next(spare, None)
+            if other is None:
+                return False
+            for waiter in self._queue.waiters(other):
+                if not isinstance(waiter, Promotion) or waiter.tier is not hint.tier:
+                    continue
+                if self._queue.leave(other, waiter):
+                    self.drop(waiter, other, "prefetch_declined_blocks")
         return True
 
+    def _less_urgent(self, hint: Promotion) -> Iterator[BlockId]:
+        """Walk the queued blocks that are less urgent than a hint, the last one first.
+
+        They are looked up once, at the first need: what enters meanwhile is the hint's own.
+        """
+        for block in self._queue.behind(hint.urgency):
+            if block not in hint.waiting:
+                yield block
+
     def _keep_present(self, hint: Promotion, block: BlockId) -> None:
+        hints = self._hints[hint.tier]
         with self._catalog.changed:
             row = self._catalog.find(block)
-            if row is None or not self._hints.hold(hint, block):
+            if row is None or not hints.hold(hint, block):
                 return
-            if self._catalog.pin(row, Tier.HOST):
-                self._hints.keep(hint, block, row)
+            if self._catalog.pin(row, hint.tier):
+                hints.keep(hint, block, row)
             else:
-                self._hints.release(hint, block)
+                hints.release(hint, block)
+
+    def _copy(self, hint: Promotion, block: BlockId, row: int) -> None:
+        """Bring a block from host memory, where the caller has pinned it, to the device; once."""
+        waiting = self._copied.setdefault(block, [])
+        waiting.append(hint)
+        if len(waiting) == 1:
+            self._catalog.pin(row, Tier.HOST)
+            self._to_device(row, partial(self._was_copied, block, row))
+
+    def _was_copied(self, block: BlockId, row: int, there: bool) -> None:  # noqa: FBT001
+        self._metrics.add("prefetched_blocks" if there else "prefetch_declined_blocks")
+        for hint in self._copied.pop(block):
+            self._settle(hint, block, row if there else None)
+        self._changed()
+
+    def _settle(self, hint: Promotion, block: BlockId, row: int | None) -> None:
+        """Note that a hint's block is in its tier; or will not be: None."""
+        hint.found += row is not None
+        keeps = not (hint.withdrawn or self._over) and hint.kept_until > self._timers.time()
+        if row is not None and keeps and self._catalog.pin(row, hint.tier):
+            self._hints[hint.tier].keep(hint, block, row)
+        else:
+            self._release(hint, block)
+        self._check(hint)
 
     def _late(self, hint: Promotion) -> None:
         """Leave what is not being read yet to the restore: the deadline has come."""
@@ -192,9 +243,13 @@ class Promotions:
         self._check(hint)
 
     def _release(self, hint: Promotion, block: BlockId) -> None:
-        row = self._hints.release(hint, block)
-        if row is not None:
+        row = self._hints[hint.tier].release(hint, block)
+        if row is None:
+            return
+        if hint.tier is Tier.HOST:
             self._mover.unpin_host(row)
+        else:
+            self._catalog.unpin(row, hint.tier)
 
     def _check(self, hint: Promotion) -> None:
         """Answer a hint that waits for nothing; one that holds nothing needs no timer."""

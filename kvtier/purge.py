@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvtier.catalog import Catalog
     from kvtier.mover import Mover
+    from kvtier.promoter import Promoter
     from kvtier.ssd_writer import SsdWriter
     from kvtier.tiers.base import BlockId
 
@@ -72,11 +73,12 @@ class Purge:
         self,
         catalog: Catalog,
         mover: Mover,
+        promoter: Promoter,
         writer: SsdWriter,
         timeout: float,
         clock: Callable[[], float],
     ) -> PurgeResult:
-        """Remove what matches from host memory and SSD, waiting for what is in use."""
+        """Remove what matches from every tier, waiting for what is in use."""
 
         def select() -> list[int]:
             return catalog.select(self.namespace, self.tenant_digest, self.used_before_ns)
@@ -85,6 +87,7 @@ class Purge:
         gone: set[BlockId] = set()
         nbytes = 0
         while True:
+            gone |= set(promoter.purge(select))
             gone |= set(mover.purge_host(select))
             try:
                 purged = writer.purge(select).result(DESTROY_S_MAX)

@@ -8,7 +8,7 @@ first. Until its read begins it may move up, move back, or leave.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
@@ -153,6 +153,15 @@ class ReadQueue(Generic[B, W]):
         self._exit(block)
         self._restored.discard(block)
         return [(block, waiter) for waiter in self._waiters.pop(block)]
+
+    def behind(self, urgency: Urgency) -> list[B]:
+        """Return the blocks in the queue that are less urgent than that, the last one first."""
+        first = bisect_right(self._order, urgency, key=lambda entry: entry[0].urgency)
+        return [block for _, block in reversed(self._order[first:])]
+
+    def waiters(self, block: B) -> list[W]:
+        """Return who waits for a block, in the queue or being read."""
+        return list(self._waiters.get(block, ()))
 
     def everybody(self) -> Iterator[tuple[B, W]]:
         """Walk all waiters, those of blocks being read too."""

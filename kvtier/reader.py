@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.calibration import CostBook
 from kvtier.catalog import Catalog
-from kvtier.config import ByteSize, StoreConfig, parse_bytes
+from kvtier.config import ByteSize, StoreConfig, parse_bytes, parse_sizes
 from kvtier.errors import StoreFailed
 from kvtier.follower import FollowedReads, Follower
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
+from kvtier.parts import Memory, Parts
 from kvtier.plan import Tier
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
-from kvtier.tiers.arena import cuda_runtime
 from kvtier.tiers.directory import ReadDirectory
 from kvtier.tiers.fs import PosixFileSystem
-from kvtier.tiers.host import HostTier, host_slot_bytes
+from kvtier.tiers.host import host_slot_bytes
 from kvtier.tiers.index import LmdbIndexReader
-from kvtier.view import Parts, StoreView, weakly
+from kvtier.view import StoreView, weakly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,6 +48,7 @@ def open_reader(
     spec: KVSpec,
     *,
     host_bytes: ByteSize = "256MiB",
+    device_bytes: ByteSize = 0,
     device: str = "cpu",
     links: Mapping[Tier | str, LinkThrottle] | None = None,
     fs: FileSystem | None = None,
@@ -57,15 +58,19 @@ def open_reader(
 ) -> StoreReader:
     """Open the store in ``path``, which may be closed or another process's, for reading only.
 
-    ``host_bytes`` is this reader's own host memory. ``device``, ``links``, ``fs``, ``clock`` and
-    ``trace`` are as for ``kvtier.open``; of ``StoreConfig``'s other fields those that bound loads
-    count here, and ``integrity_key``. An index that cannot be read now is no error: everything is a
-    miss until it can be.
+    ``host_bytes`` and ``device_bytes`` are this reader's own memory. ``device``, ``links``, ``fs``,
+    ``clock`` and ``trace`` are as for ``kvtier.open``; of ``StoreConfig``'s other fields those that
+    bound loads count here, and ``integrity_key``. An index that cannot be read now is no error:
+    everything is a miss until it can be.
 
     Raises ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError`` naming the setting.
     """
-    host_size = parse_bytes("host_bytes", host_bytes)
-    config = StoreConfig(host_bytes=host_size, ssd_bytes=0, **bounds)
+    config = StoreConfig(
+        host_bytes=parse_bytes("host_bytes", host_bytes),
+        ssd_bytes=0,
+        device_bytes=parse_bytes("device_bytes", device_bytes),
+        **parse_sizes(bounds),
+    )
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
     where = os.fspath(path)
     return StoreReader(where, spec, config, device, throttles, fs, clock, trace=trace)
@@ -90,7 +95,7 @@ class StoreReader(StoreView):
         index: Callable[[str], FollowedIndex] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        super().__init__(path, spec, config, clock, trace)
+        super().__init__(path, spec, config, device, clock, trace)
         fs = fs or PosixFileSystem()
         self._directory = ReadDirectory(path, fs)
         with ExitStack() as undo:
@@ -121,29 +126,26 @@ class StoreReader(StoreView):
             self._directory.segments, fs, self._follower, integrity_key=config.integrity_key
         )
         host_blocks_max = config.host_bytes // host_slot_bytes(block_bytes)
-        host = HostTier(
-            block_bytes,
-            host_blocks_max + config.staging_blocks_max,
-            config.host_bytes,
-            cuda_runtime(),
-        )
-        undo.callback(host.close)
+        memory = Memory.open(
+            catalog, metrics, config,
+            block_bytes=block_bytes, host_blocks_max=host_blocks_max, device=device, undo=undo,
+        )  # fmt: skip
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
         mover = Mover(
-            catalog, host, self._ssd, metrics,
+            catalog, memory.host, self._ssd, metrics,
             host_blocks_max=host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
             forget=self._follower.forget,
         )  # fmt: skip
         prefetcher = Prefetcher(
-            catalog, mover, profiler, metrics, config,
-            block_bytes=block_bytes, host_blocks_max=host_blocks_max, links=links,
+            catalog, mover, memory.promoter, profiler, metrics, config,
+            block_bytes=block_bytes, links=links,
             failed=weakly(self._fail), trace=self._trace,
         )  # fmt: skip
         self._use(
-            Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
+            Parts(catalog, memory, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
         )
-        self._follower.start(mover)
+        self._follower.start(mover, memory.promoter)
 
     # -- the verbs: what counts as a use, for the sake of which the index is followed
 
@@ -176,7 +178,7 @@ class StoreReader(StoreView):
             return
         self._prefetcher.close()
         self._follower.close()
-        self._host.close()
+        self._memory.close()
         self._directory.close()
 
 

@@ -28,11 +28,12 @@ from kvtier.events import (
 )
 from kvtier.executor import advance, begin
 from kvtier.layerwise import LayerTail, host_tail
+from kvtier.plan import Tier
 from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from kvtier.catalog import Catalog
@@ -148,7 +149,12 @@ class RestoreSession:
             self._catalog.pinned(plan.namespace, plan.hashes, plan.tiers)
         )
         self._catalog.touch(plan.namespace, plan.hashes, self._now_ns())
+        left = {block: pinned[block] for block in plan.on_device}
+        plan = plan.instead({b: now for b, now in left.items() if now in (Tier.HOST, Tier.SSD)})
+        self.plan = plan
+        placed = self._place_owned(pinned)
         gone = [block for block in plan.load if not pinned[block]]
+        gone += set(plan.on_device) - set(placed)
         if plan.adaptive:
             gone += [b for b in plan.recompute if plan.tiers[b] is not None and not pinned[b]]
         if self._layerwise:
@@ -159,10 +165,26 @@ class RestoreSession:
                 self._profiler.costs,
                 loads_inflight_max=self._loads_inflight_max,
                 gone=gone,
-                placed=() if self._tail is None else self._tail.blocks,
+                placed=[*placed, *(() if self._tail is None else self._tail.blocks)],
             )
-            self._post(Begin(self._started))
+            self._post(Begin(self._clock()))
         return self
+
+    def _place_owned(self, pinned: Sequence[Tier | None]) -> list[int]:
+        """Bring what is pinned on the store's own device tier into the engine's slots."""
+        plan = self.plan
+        wanted = [b for b in range(plan.resident, len(pinned)) if pinned[b] is Tier.DEVICE]
+        blocks = ((block, BlockId(plan.namespace, plan.hashes[block])) for block in wanted)
+        try:
+            placed = self._prefetcher.place(blocks, self._slots) if wanted else []
+        except Exception as error:  # noqa: BLE001 - next_step raises it, as it does after a load
+            self._error = error
+            return []
+        except BaseException:
+            self._scope.close()  # the scope was not entered, so nobody leaves it
+            raise
+        self._loaded = len(placed)
+        return placed
 
     def __exit__(
         self,

@@ -59,7 +59,7 @@ class Rings:
         if not rows.size:
             return
         self._grow(int(rows.max()) + self._ends)
-        grouped = np.argsort(rings, kind="stable")
+        grouped = np.argsort(rings.astype(np.uint16), kind="stable")  # few rings: a radix sort
         places, rings = rows[grouped] + self._ends, rings[grouped]
         if (np.asarray(self._before)[places] != _OUT).any():
             raise ValueError("enter: a row is in the order already; touch it instead")
@@ -71,8 +71,9 @@ class Rings:
             after[chain[:-1]] = chain[1:]
             before[chain[1:]] = chain[:-1]
 
-    def remove(self, rows: Iterable[int]) -> None:
-        """Take rows out; those that are in no ring are ignored."""
+    def remove(self, rows: Iterable[int]) -> list[int]:
+        """Take rows out and return them; those that are in no ring are ignored."""
+        removed: list[int] = []
         ends, after, before = self._ends, self._after, self._before
         end = len(before)
         for row in rows:
@@ -82,6 +83,8 @@ class Rings:
                 after[older] = newer
                 before[newer] = older
                 before[place] = _OUT
+                removed.append(row)
+        return removed
 
     def oldest(self, ring: int) -> int:
         """Return the oldest row of a ring; negative if the ring is empty."""

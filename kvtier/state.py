@@ -77,8 +77,10 @@ def begin(
 ) -> RestoreState:
     """Return the first state.
 
-    ``gone`` are blocks that the plan loads and the store lost since; ``placed`` are in place, or
-    are brought there by somebody else and nothing is recomputed after them.
+    ``gone`` are blocks that the plan counts on and the store has lost since; ``placed`` are those
+    that are in the engine's slots already, or are brought there by somebody else and nothing is
+    recomputed after them. What the plan has on the device counts as placed: the session brings it
+    there before the machine begins.
     """
     blocks = bytearray([BlockState.HOLE]) * len(plan.hashes)
     blocks[: plan.resident] = bytes([BlockState.PLACED]) * plan.resident

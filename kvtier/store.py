@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.calibration import CostBook
 from kvtier.catalog import Catalog
-from kvtier.config import ByteSize, StoreConfig, parse_bytes
+from kvtier.config import ByteSize, StoreConfig, parse_bytes, parse_sizes
 from kvtier.demoter import Demoter
 from kvtier.errors import SpecMismatch, StoreFailed, TransferFailed
 from kvtier.identity import BlockKeys, KVSpec
 from kvtier.live import LivePublisher
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
+from kvtier.parts import Memory, Parts
 from kvtier.plan import Residency, Step, Tier
 from kvtier.planner import recomputed_head
 from kvtier.policies import POLICY
@@ -25,18 +26,17 @@ from kvtier.prefetcher import Prefetcher
 from kvtier.prices import Prices
 from kvtier.purge import Purge, PurgeResult
 from kvtier.ssd_writer import SsdWriter
-from kvtier.tiers.arena import cuda_runtime
 from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
-from kvtier.tiers.host import HostTier, host_slot_bytes
+from kvtier.tiers.host import host_slot_bytes
 from kvtier.tiers.index import LmdbIndex
 from kvtier.tiers.looks import FileLooks
 from kvtier.tiers.segment import size_class
 from kvtier.tiers.ssd import SsdTier
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.transfer import PutResult, Transfer
-from kvtier.view import Parts, StoreView, weakly
+from kvtier.view import StoreView, weakly
 from kvtier.writeback import PutJob, Writeback
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ def open_store(
 
     ``host_bytes`` and ``ssd_bytes`` take bytes or strings like "8GiB"; ``ssd_bytes`` bounds what
     the directory occupies, data and index, and ``ssd_write_bytes_per_day`` what is written to it in
-    any 24 hours. ``device`` names what recomputes, since costs are kept per device. ``links`` slows
-    tiers down; ``fs``, ``clock`` and ``now_ns`` (since 1970) are seams for tests; ``trace`` records
-    what the lanes do. Further keywords are the other fields of ``StoreConfig``.
+    any 24 hours. ``device`` names what recomputes, since costs are kept per device; with
+    ``device_bytes`` it is torch's name of it, and so much of its memory holds what
+    ``prefetch(tier="device")`` brings there. ``links`` slows tiers down; ``fs``, ``clock`` and
+    ``now_ns`` (since 1970) are seams for tests; ``trace`` records what the lanes do. Further
+    keywords are the other fields of ``StoreConfig``, ``device_bytes`` among them.
 
     Raises ``StoreLocked``, ``FormatError`` or ``StoreFailed`` naming the path, ``ValueError``
     naming the setting.
@@ -91,7 +93,7 @@ def open_store(
             None if per_day is None else parse_bytes("ssd_write_bytes_per_day", per_day)
         ),
         policy=policy,
-        **bounds,
+        **parse_sizes(bounds),
     )
     throttles = {Tier(tier): link for tier, link in (links or {}).items()}
     fs = fs or PosixFileSystem()
@@ -113,7 +115,7 @@ class Store(StoreView):
         now_ns: Callable[[], int],
         trace: Trace | None,
     ) -> None:
-        super().__init__(path, spec, config, clock, trace)
+        super().__init__(path, spec, config, device, clock, trace)
         self._priced_samples = 0
         self._now_ns = now_ns
         host_blocks_max = self._host_room()
@@ -179,13 +181,10 @@ class Store(StoreView):
             first_change=time.time_ns(), now_ns=self._now_ns,
         )  # fmt: skip
         catalog.restore(self._ssd.take_entries())
-        host = HostTier(
-            block_bytes,
-            host_blocks_max + config.staging_blocks_max,
-            config.host_bytes,
-            cuda_runtime(),
-        )
-        undo.callback(host.close)
+        memory = Memory.open(
+            catalog, metrics, config,
+            block_bytes=block_bytes, host_blocks_max=host_blocks_max, device=device, undo=undo,
+        )  # fmt: skip
         self._writer = SsdWriter(
             catalog, self._ssd, self._budget, config, metrics, failed=weakly(self._lane_failed)
         )
@@ -201,7 +200,7 @@ class Store(StoreView):
             failed=weakly(self._lane_failed),
         )
         mover = Mover(
-            catalog, host, self._ssd, metrics,
+            catalog, memory.host, self._ssd, metrics,
             host_blocks_max=host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
             forget=self._writer.forget, crowded=self._demoter.nudge,
         )  # fmt: skip
@@ -209,12 +208,12 @@ class Store(StoreView):
         self._demoter.start(mover)
         self._writeback.start(mover)
         prefetcher = Prefetcher(
-            catalog, mover, profiler, metrics, config,
-            block_bytes=block_bytes, host_blocks_max=host_blocks_max, links=links,
+            catalog, mover, memory.promoter, profiler, metrics, config,
+            block_bytes=block_bytes, links=links,
             failed=weakly(self._fail), writes=self._ssd.writes, trace=self._trace,
         )  # fmt: skip
         self._use(
-            Parts(catalog, host, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
+            Parts(catalog, memory, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
         )
         self._live = self._shown()
 
@@ -227,8 +226,8 @@ class Store(StoreView):
             )
             return None
         live = LivePublisher(
-            looks, self._what_is_shown, self._directory.write_live,
-            clock=self._clock, failed=self._fail,
+            looks, weakly(self._what_is_shown), self._directory.write_live,
+            clock=self._clock, failed=weakly(self._fail),
         )  # fmt: skip
         live.start()
         return live
@@ -377,7 +376,9 @@ class Store(StoreView):
         purge = Purge.of(namespace, tenant, older_than_s, self._now_ns())
         # Puts under way come first; what host memory alone has needs no write to be destroyed.
         self._check_settled(self._writeback.flush(self.config.close_s_max), self.config.close_s_max)
-        result = purge.run(self._catalog, self._mover, self._writer, limit, self._clock)
+        result = purge.run(
+            self._catalog, self._mover, self._promoter, self._writer, limit, self._clock
+        )
         self._check_open()
         return result
 
@@ -446,5 +447,5 @@ class Store(StoreView):
         except OSError as error:
             log.warning("%s: the last uses were not written: %s", self.path, error)
         self._ssd.close()
-        self._host.close()
+        self._memory.close()
         self._directory.close()

@@ -82,7 +82,7 @@ class Transfer(Generic[T]):
 
 
 class Prefetch(Transfer[int]):
-    """A prefetch under way. Its result counts the blocks that it brought to host memory.
+    """A prefetch under way. Its result counts the blocks that it brought to its tier.
 
     Blocks that are gone, that found no room, or whose deadline passed are not in it: a restore
     reads or recomputes them.

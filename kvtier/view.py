@@ -11,8 +11,8 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from kvtier import planner
 from kvtier.changes import CatalogChanges
@@ -29,37 +29,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from kvtier.calibration import CostBook
-    from kvtier.catalog import Catalog
     from kvtier.config import StoreConfig
-    from kvtier.cost import CostModel, Profiler
+    from kvtier.cost import CostModel
     from kvtier.fields import Extra
-    from kvtier.metrics import Metrics
-    from kvtier.mover import Mover
-    from kvtier.prefetcher import Prefetcher
+    from kvtier.parts import Parts
     from kvtier.tiers.device import KVSlots
-    from kvtier.tiers.host import HostTier
     from kvtier.tokens import TokenIds
     from kvtier.trace import Trace
     from kvtier.transfer import Prefetch
 
-__all__ = ["Parts", "StoreView", "weakly"]
+__all__ = ["StoreView", "weakly"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What every view of a store is made of; ``host_blocks_max`` is the host tier's budget."""
-
-    catalog: Catalog
-    host: HostTier
-    mover: Mover
-    prefetcher: Prefetcher
-    profiler: Profiler
-    cost_book: CostBook
-    metrics: Metrics
-    host_blocks_max: int
 
 
 class StoreView(ABC):
@@ -76,6 +60,7 @@ class StoreView(ABC):
         path: str,
         spec: KVSpec,
         config: StoreConfig,
+        device: str,
         clock: Callable[[], float],
         trace: Trace | None,
     ) -> None:
@@ -86,8 +71,10 @@ class StoreView(ABC):
         self._namespace = spec.namespace
         self._clock = clock
         self._trace = trace
-        staging_bytes = config.staging_blocks_max * host_slot_bytes(self._layout.block_bytes)
-        short = check_host_bytes(config.host_bytes, staging_bytes, machine_memory())
+        beside = config.staging_blocks_max * host_slot_bytes(self._layout.block_bytes)
+        if device.partition(":")[0] == "cpu":
+            beside += config.device_bytes
+        short = check_host_bytes(config.host_bytes, beside, machine_memory())
         if short:
             log.warning("%s: %s", path, short)
         self._pid = os.getpid()
@@ -97,7 +84,9 @@ class StoreView(ABC):
 
     def _use(self, parts: Parts) -> None:
         self._catalog = parts.catalog
-        self._host = parts.host
+        self._memory = parts.memory
+        self._host = parts.memory.host
+        self._promoter = parts.memory.promoter
         self._mover = parts.mover
         self._prefetcher = parts.prefetcher
         self._profiler = parts.profiler
@@ -129,7 +118,7 @@ class StoreView(ABC):
         if keys.namespace == self._namespace:
             # Without a host tier a copy there is one in passing: only what is on the SSD stays.
             order = (Tier.HOST, Tier.SSD) if self._host_blocks_max else (Tier.SSD, Tier.HOST)
-            tiers = self._catalog.residency(keys.namespace, keys.hashes, order)
+            tiers = self._catalog.residency(keys.namespace, keys.hashes, (Tier.DEVICE, *order))
         self._metrics.observe("lookup_seconds", self._clock() - begun)
         return Residency(keys, tiers, self._layout.block_bytes)
 
@@ -184,28 +173,41 @@ class StoreView(ABC):
         )
 
     def prefetch(
-        self, keys: BlockKeys, *, deadline_s: float | None = None, priority: int = 0
+        self,
+        keys: BlockKeys,
+        tier: Tier | str = Tier.HOST,
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
     ) -> Prefetch:
-        """Start promoting a prompt's stored blocks to host memory: a hint, which may be cancelled.
+        """Start promoting a prompt's stored blocks to a tier: a hint, which may be cancelled.
 
+        ``tier`` is "host", or "device" for the store's own device memory (``device_bytes``).
         ``deadline_s`` is when the prompt is expected to be restored, in seconds from now. Higher
         priorities go first, then earlier deadlines. A block whose read has not begun by then is
         dropped; one that arrived is kept until it was restored, or a little longer than that. What
-        prefetches hold is bounded by ``prefetch_bytes_max``: the tail of a prompt, and what is more
-        urgent, gets the room. Restores never wait for prefetches.
+        prefetches hold is bounded by ``prefetch_bytes_max`` and ``device_bytes``: the tail of a
+        prompt, and what is more urgent, gets the room. Restores never wait for prefetches.
         """
-        tiers = self.lookup(keys).tiers
-        found = {
-            where: [
-                BlockId(keys.namespace, digest)
-                for digest, tier in zip(keys.hashes, tiers, strict=True)
-                if tier is where
-            ]
-            for where in (Tier.SSD, Tier.HOST)
-        }
+        target = Tier(tier)
+        if target is Tier.SSD:
+            raise ValueError("tier: 'host' or 'device' wanted; the SSD is what is promoted from")
+        device = target is Tier.DEVICE
+        room = self._promoter.blocks_max if device else self._host_blocks_max
+        slower = (Tier.HOST, Tier.SSD) if device else (Tier.SSD,)
+        stored = [
+            (BlockId(keys.namespace, digest), found in slower)
+            for digest, found in zip(keys.hashes, self.lookup(keys).tiers, strict=True)
+            if found is not None
+        ]
+        # The tail is kept if there is no room for all: the head is what a plan recomputes.
+        head = max(len(stored) - room, 0)
+        self._metrics.add("prefetch_declined_blocks", sum(below for _, below in stored[:head]))
         return self._prefetcher.prefetch(
-            found[Tier.SSD], found[Tier.HOST], deadline_s=deadline_s, priority=priority
-        )
+            [block for block, below in stored[head:] if below],
+            [block for block, below in stored[head:] if not below],
+            tier=target, deadline_s=deadline_s, priority=priority,
+        )  # fmt: skip
 
     @contextmanager
     def pin(self, keys: BlockKeys) -> Iterator[Residency]:
@@ -254,6 +256,10 @@ class StoreView(ABC):
             "counters": self._metrics.snapshot(),
             "histograms": self._metrics.histograms(),
             "tiers": {
+                "device": {
+                    **asdict(self._memory.pool.usage()),
+                    "ready": self._catalog.ready(Tier.DEVICE),
+                },
                 "host": {
                     **asdict(self._host.usage()),
                     **self._host.pinning(),
@@ -277,7 +283,7 @@ class StoreView(ABC):
     def check(self) -> list[str]:
         """Return what is wrong with the books, in words; empty if sound."""
         self._check_open()
-        return [*self._catalog.check(), *self._host.check()]
+        return [*self._catalog.check(), *self._host.check(), *self._promoter.check()]
 
     @abstractmethod
     def close(self) -> None:
@@ -331,15 +337,12 @@ class StoreView(ABC):
             self._failure = error
 
 
-def weakly(
-    method: Callable[[BaseException], None],
-) -> Callable[[BaseException], None]:
-    """Return ``method`` as a callback that does not keep its object alive."""
+def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
+    """Return ``method`` as a callback that does not keep its object alive; without it, None."""
     reference = weakref.WeakMethod(method)
 
-    def call(error: BaseException) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
         found = reference()
-        if found is not None:
-            found(error)
+        return None if found is None else found(*args, **kwargs)
 
     return call

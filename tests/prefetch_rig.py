@@ -17,8 +17,10 @@ from kvtier.metrics import Metrics
 from kvtier.mover import Mover
 from kvtier.policy import Lru
 from kvtier.prefetcher import Prefetcher
+from kvtier.promoter import Promoter
 from kvtier.ticket import LoadTicket
 from kvtier.tiers.base import BlockId, Location, ReadResult
+from kvtier.tiers.device_pool import DevicePool, device_slot_bytes
 from kvtier.tiers.host import HostTier
 
 if TYPE_CHECKING:
@@ -86,13 +88,14 @@ class HeldReads:
 
 
 class Rig:
-    """``blocks`` blocks on an SSD, ``host_blocks`` slots beyond staging, and a prefetcher."""
+    """``blocks`` blocks on an SSD, host slots beyond staging, device slots, and a prefetcher."""
 
     def __init__(
         self,
         blocks: int,
         *,
         host_blocks: int = 64,
+        device_blocks: int = 0,
         links: dict[Tier, Any] | None = None,
         block_bytes: int = BLOCK_BYTES,
         **bounds: Any,
@@ -109,9 +112,11 @@ class Rig:
             self.catalog, self.host, self.ssd, self.metrics,
             host_blocks_max=host_blocks, slot_wait_s_max=WAIT_S, forget=lambda *_: None,
         )  # fmt: skip
+        self.pool = DevicePool(block_bytes, device_blocks * device_slot_bytes(block_bytes), "cpu")
+        self.promoter = Promoter(self.catalog, self.pool, self.metrics)
         self.prefetcher = Prefetcher(
-            self.catalog, mover, Profiler(), self.metrics, config,
-            block_bytes=block_bytes, host_blocks_max=host_blocks, links=links or {},
+            self.catalog, mover, self.promoter, Profiler(), self.metrics, config,
+            block_bytes=block_bytes, links=links or {},
             failed=self.failures.append, loop=LoopThread("loop", lambda: self.loop),
         )  # fmt: skip
         self.blocks = [self.store(number) for number in range(blocks)]
@@ -131,9 +136,10 @@ class Rig:
             self.ssd.gate.open()
         self.prefetcher.close()
         assert self.catalog.pins() == 0
-        assert [*self.catalog.check(), *self.host.check()] == []
+        assert [*self.catalog.check(), *self.host.check(), *self.promoter.check()] == []
         usage = self.prefetcher.usage()
-        assert (usage["held_blocks"], usage["queued_blocks"], usage["reading_blocks"]) == (0, 0, 0)
+        del usage["held_blocks_max"], usage["device_held_blocks_max"]
+        assert not any(usage.values()), usage
         self.host.close()
 
     def hold(self) -> Gate:
@@ -188,6 +194,11 @@ class Rig:
             bytes(32), [block.hash for block in self.blocks], (Tier.HOST, Tier.SSD)
         )
         return [number for number, tier in enumerate(tiers) if tier is Tier.HOST]
+
+    def on_device(self) -> list[int]:
+        """Return which blocks are on the device."""
+        tiers = self.catalog.residency(bytes(32), [block.hash for block in self.blocks])
+        return [number for number, tier in enumerate(tiers) if tier is Tier.DEVICE]
 
     def count(self, name: str) -> int:
         """Return a counter."""

@@ -5,7 +5,7 @@ import mmap
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -223,6 +223,12 @@ def test_the_host_tier_says_what_is_pinned() -> None:
     assert tier.pinning() == {"pinned_bytes": 2 * PAGE, "pin_failed_bytes": 2 * PAGE}
     tier.close()
     assert cuda.registered == {}
+
+
+def test_a_store_says_what_is_pinned(open_store: Any) -> None:
+    """Its statistics tell the bytes that the GPU copies from, and those that it could not have."""
+    host = open_store().stats()["tiers"]["host"]
+    assert (host["pinned_bytes"], host["pin_failed_bytes"]) == (0, 0)
 
 
 def test_low_slots_come_first() -> None:

@@ -444,3 +444,16 @@ def test_the_inspector_benchmark_runs_on_the_smallest_cases(tmp_path: Path) -> N
     assert all(number > 0 for number in value["ratios"].values())
     assert value["settings"]["million_blocks"] == 4096
     assert not list(folder.iterdir())
+
+
+# -- the tracing benchmark
+
+
+def test_tracing_counts_the_events_of_a_restore(tmp_path: Path) -> None:
+    """Three numbers, and a restore that notes at least the copy of every block."""
+    out = tmp_path / "tracing.json"
+    run("tracing.py", "--json", str(out))
+    value = json.loads(out.read_text())
+    assert set(value["ratios"]) == {"trace_off_ns", "trace_on_us", "trace_share"}
+    (restore,) = [each for each in value["results"] if each.get("case") == "restore"]
+    assert min(restore["events"]) >= restore["blocks"]

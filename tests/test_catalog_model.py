@@ -13,7 +13,7 @@ from kvtier.policy import Lru
 from kvtier.tiers.base import BlockId, Location
 from kvtier.tiers.entries import ENTRY
 
-TIERS = (Tier.HOST, Tier.SSD)
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.SSD)
 SPACES = (b"n" * 32, b"o" * 32)
 TENANTS = (b"1" * 32, b"2" * 32, b"3" * 32)
 NUMBERS = range(5)

@@ -366,7 +366,8 @@ def verbs(store):
     store.purge(tenant="", timeout=0.1)
     store.flush()
 
-kvtier.lane.JOIN_S_MAX = 0.5  # a lane may wait for a lock that the interrupted line holds
+# A lane, or the loop, may wait for a lock that the interrupted line holds: until close gives up.
+kvtier.lane.JOIN_S_MAX = kvtier.prefetcher.JOIN_S_MAX = 0.5
 chance, lines, turns = random.Random(5), 0, 10
 for turn in range(turns):
     bounds = {"host_bytes": 0, "close_s_max": 0.3, "slot_wait_s_max": 0.3}
@@ -722,9 +723,11 @@ class Provocation:
 
         reached = threading.Event()
         loop = self.store._prefetcher._loop
-        loop.call_soon_threadsafe(fail)
+        loop.submit(fail)
         assert reached.wait(WAIT_S)
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(WAIT_S)
+        after = threading.Event()
+        loop.submit(after.set)
+        assert after.wait(WAIT_S)
         return self.store.lookup(self.keys)
 
     def _put(self, blocks: int = 6) -> Any:

@@ -88,6 +88,7 @@ def test_defaults_are_sound() -> None:
 BAD = {
     "host_bytes": (-1, "8GiB", None, 1.5),
     "ssd_bytes": (-1, "8GiB", None, 1.5),
+    "device_bytes": (-1, "8GiB", None, 1.5),
     "ssd_write_bytes_per_day": (-1, "8GiB", 1.5),
     "integrity_key": (b"short", b"x" * 65, "a string of 16 or more", None, 3),
     "policy": ("", "fifo", None, 3),

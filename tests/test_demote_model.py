@@ -111,7 +111,12 @@ class DemoteModel(RuleBasedStateMachine):
         assert result.dropped == 0
         assert result.stored + result.present == len(wanted)
         if self.healthy:
-            self.known |= {keys[block] for block in wanted}
+            self.known |= {keys[block] for block in wanted if self._of_use(keys, wanted, block)}
+
+    def _of_use(self, keys: BlockKeys, wanted: range, block: int) -> bool:
+        """Whether a block is kept: callers of contiguous prefixes need all those before it."""
+        before = (b in wanted or keys[b] in self.known for b in range(block))
+        return self.policy != "prefix-closed" or all(before)
 
     @rule(keys=prompts, way=st.sampled_from(["best", "load", "recompute"]))
     def restore(self, keys: BlockKeys, way: str) -> None:

@@ -56,7 +56,9 @@ LAYERS = (
         "loop",
         "mover",
         "orders",
+        "parts",
         "prefetcher",
+        "promoter",
         "promotions",
         "purge",
         "restore",
@@ -81,7 +83,7 @@ ONLY_IN = {
     "os.getenv": {"config"},
     "pickle": set(),
     "time.sleep": {"tiers.directory"},  # waits for another process's lock, up to a bound
-    "torch": {"mover", "tiers.arena", "tiers.device"},
+    "torch": {"mover", "tiers.arena", "tiers.device", "tiers.device_pool"},
 }
 
 

@@ -170,7 +170,7 @@ def test_a_tail_that_left_host_memory_is_loaded_whole(
     store = opened(open_store, keys)
     plan = load_all(store, keys)
     with store._catalog.changed:
-        store._mover._evict_host(1)
+        store._mover.let_go(1)
     slots = poisoned_slots(6)
     with store.restore(plan, into=slots, layerwise=True) as session:
         assert session.next_step(WAIT_S) is None

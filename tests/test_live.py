@@ -158,6 +158,16 @@ def test_opening_a_file_is_heard_and_so_is_a_wake(tmp_path: Path) -> None:
         FileLooks(str(tmp_path / "nothing"))
 
 
+def test_a_file_that_is_removed_is_not_looked_at(tmp_path: Path) -> None:
+    """A store whose directory is being removed writes nothing into it for that."""
+    path = tmp_path / "FORMAT"
+    path.write_bytes(b"x")
+    looks = FileLooks(str(path))
+    path.unlink()
+    assert not looks.wait(0.0)
+    looks.close()
+
+
 def test_a_store_shows_its_tiers_to_whoever_looks(open_store: Callable[..., kvtier.Store]) -> None:
     """A look at FORMAT is answered with residency, limits and counters; close takes them away."""
     store = open_store()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -164,12 +164,21 @@ def test_what_is_not_free_now_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize("opened", [kvtier.open, kvtier.open_reader], ids=["store", "reader"])
-def test_a_store_does_not_take_more_than_there_is(opened: object, store_path: str) -> None:
+def test_a_store_does_not_take_more_than_there_is(
+    opened: Any, store_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """At open, staging counted: the error names the setting and the most that would do."""
-    total = min(limit.nbytes for limit in machine_memory().limits)
+    limit = least(machine_memory())
+    total = limit.nbytes
     staging = 3 * HOST_SLOT_BYTES
     options = {"staging_blocks_max": 3, "loads_inflight_max": 2}
     kvtier.open(store_path, SPEC, **options).close()
     with pytest.raises(ValueError, match=rf"host_bytes.*host_bytes={total - staging} is the most"):
         opened(store_path, SPEC, host_bytes=total - staging + 1, **options)
+    with pytest.raises(ValueError, match="device_bytes"):
+        opened(store_path, SPEC, host_bytes=0, device_bytes=total, **options)
+    caplog.clear()
     opened(store_path, SPEC, host_bytes=total - staging, **options).close()
+    if "MemTotal" in limit.source:  # so much is never free
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "MemAvailable" in caplog.text

@@ -69,7 +69,8 @@ def test_two_stores_of_one_process_are_told_apart(open_store: Open, tmp_path: Pa
     """Their labels differ, so a registry takes both."""
     registry = CollectorRegistry()
     for rank in "01":
-        registry.register(StoreCollector(open_store(str(tmp_path / rank)), {"rank": rank}))
+        store = open_store(str(tmp_path / f"store{rank}"))
+        registry.register(StoreCollector(store, {"rank": rank}))
     samples = exposed(registry)
     assert {f'kvtier_pins{{rank="{rank}"}}' for rank in "01"} <= set(samples)
 

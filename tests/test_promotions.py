@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import Any
@@ -8,10 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_rig import BLOCK_BYTES, Rig
-from support import POISON, WAIT_S, Gate, eventually, payload_of, poisoned_slots, read_slots
+from support import (
+    POISON,
+    WAIT_S,
+    Gate,
+    eventually,
+    in_thread,
+    payload_of,
+    poisoned_slots,
+    read_slots,
+)
 
 from kvtier import LinkThrottle, Tier, TransferFailed
 from kvtier.hints import KEPT_AFTER_S
+from kvtier.layerwise import LayerTail
 from kvtier.prefetcher import HOP_BYTES, HOPS_PER_READ, THREADS_PER_READ
 from kvtier.tiers.base import ReadResult
 
@@ -25,6 +36,25 @@ def busy(rig: Rig) -> tuple[Gate, int]:
     for number in range(hops):
         rig.prefetch(number)
     return gate, hops
+
+
+class HeldLink(LinkThrottle):
+    """A link that brings nothing before it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(1e12)
+        self.passed = 0
+        self.arrival = 1e6
+
+    def reserve(self, now: float, nbytes: int) -> float:
+        """Return when a transfer ends."""
+        self.passed += 1
+        return max(now, self.arrival)
+
+    def open(self, rig: Rig) -> None:
+        """Let everything through from now on."""
+        self.arrival = 0.0
+        rig.advance(2e6)
 
 
 # -- order
@@ -194,9 +224,10 @@ def test_what_is_more_urgent_takes_the_room_of_what_waits() -> None:
 def test_nothing_is_left_of_many_that_were_cancelled_failed_or_dropped() -> None:
     """After 10,000 prefetches of every fate the room is whole, and there are no timers left."""
     numbers = random.Random(5)  # noqa: S311 - a test's choices
-    with Rig(50, host_blocks=16, prefetch_bytes_max=12 * BLOCK_BYTES) as rig:
+    with Rig(50, host_blocks=16, prefetch_bytes_max=12 * BLOCK_BYTES, loads_inflight_max=1) as rig:
         for block in rig.blocks[::3]:
             rig.ssd.outcomes[block] = ReadResult.FAILED
+        gate = rig.hold()  # until something was late
         transfers = []
         for number in range(10_000):
             start = numbers.randrange(48)
@@ -213,6 +244,8 @@ def test_nothing_is_left_of_many_that_were_cancelled_failed_or_dropped() -> None
             if number % 100 == 0:
                 rig.advance(0.4)
                 assert rig.held <= 12
+            if number == 200:
+                gate.open()
         for transfer in transfers[:5000]:
             transfer.cancel()
         assert all(0 <= transfer.result(WAIT_S) <= 3 for transfer in transfers)
@@ -382,6 +415,157 @@ def test_letting_go_of_everything() -> None:
         assert rig.held == rig.catalog.pins() == 0
 
 
+def test_layers_use_up_what_was_kept() -> None:
+    """A restore that copies by layers has its blocks too: nobody keeps them for it any longer."""
+    with Rig(3) as rig:
+        rig.prefetch(*range(3), deadline_s=5.0).result(WAIT_S)
+        tail = LayerTail(poisoned_slots(3), range(3), rig.blocks, rig.loop.time)
+        assert rig.prefetcher.load_layers(tail)
+        assert tail.wait(len(tail.layer_bytes) - 1, WAIT_S)
+        eventually(lambda: rig.held == 0)
+        assert rig.count("prefetch_unused_blocks") == 0
+
+
+# -- to the device
+
+
+def test_a_promotion_to_the_device_goes_by_way_of_host_memory() -> None:
+    """What is on the SSD is read, what is in host memory is not; each is counted once it is there.
+
+    Nothing stays pinned in host memory for it.
+    """
+    with Rig(6, device_blocks=6) as rig:
+        assert rig.prefetch(0, 1).result(WAIT_S) == 2
+        assert rig.prefetch(*range(6), tier=Tier.DEVICE).result(WAIT_S) == 6
+        assert rig.on_device() == list(range(6))
+        assert sorted(rig.read()) == list(range(6))
+        assert rig.count("prefetched_blocks") == 2 + 6
+        assert rig.count("device_written_blocks") == 6
+        eventually(lambda: rig.catalog.pins() == 0)
+
+
+def test_a_deadline_keeps_blocks_on_the_device_until_a_restore_has_them() -> None:
+    """Others do not push them out; a copy out of the device uses them up, and so does a load."""
+    with Rig(8, device_blocks=2) as rig:
+        to = {"tier": Tier.DEVICE}
+        assert rig.prefetch(0, 1, deadline_s=5.0, **to).result(WAIT_S) == 2
+        rig.turn()
+        assert rig.catalog.pins(Tier.DEVICE) == 2
+        assert rig.prefetch(2, **to).result(WAIT_S) == 0
+        assert rig.on_device() == [0, 1]
+        slots = poisoned_slots(1)
+        assert rig.prefetcher.place([(0, rig.blocks[0])], slots) == [0]
+        assert read_slots(slots, 0) == payload_of(rig.blocks[0], BLOCK_BYTES)
+        rig.turn()
+        assert rig.catalog.pins(Tier.DEVICE) == 1
+        rig.load(1)
+        eventually(lambda: rig.catalog.pins() == 0)
+        assert rig.prefetch(2, 3, **to).result(WAIT_S) == 2
+        assert rig.on_device() == [2, 3]
+
+
+def test_what_nobody_used_on_the_device_is_let_go_after_its_deadline() -> None:
+    """As in host memory, and counted; what is there already is kept as well."""
+    with Rig(2, device_blocks=2) as rig:
+        rig.prefetch(0, tier=Tier.DEVICE).result(WAIT_S)
+        rig.prefetch(1, present=[0], deadline_s=5.0, tier=Tier.DEVICE).result(WAIT_S)
+        rig.turn()
+        assert rig.catalog.pins(Tier.DEVICE) == 2
+        rig.advance(5.0 + 1.1 * KEPT_AFTER_S)
+        assert rig.catalog.pins() == 0
+        assert rig.count("prefetch_unused_blocks") == 2
+
+
+def test_each_tier_has_a_bound_of_its_own() -> None:
+    """What waits for the device takes nobody's room in host memory, nor the other way round."""
+    with Rig(40, device_blocks=6, prefetch_bytes_max=8 * BLOCK_BYTES, **ONE_AT_A_TIME) as rig:
+        gate, first = busy(rig)
+        device = rig.prefetch(*range(10, 20), tier=Tier.DEVICE)
+        host = rig.prefetch(*range(20, 30))
+        usage = rig.prefetcher.usage()
+        assert (usage["held_blocks"], usage["device_held_blocks"]) == (8, 6)
+        gate.open()
+        assert (device.result(WAIT_S), host.result(WAIT_S)) == (6, 8 - first)
+
+
+def test_what_is_more_urgent_takes_room_only_of_its_own_tier() -> None:
+    """Less urgent hints for the other tier keep their place, though they are read later."""
+    with Rig(40, device_blocks=4, prefetch_bytes_max=8 * BLOCK_BYTES, **ONE_AT_A_TIME) as rig:
+        gate, first = busy(rig)
+        late = rig.prefetch(*range(10, 20), deadline_s=8.0)
+        later = rig.prefetch(*range(20, 30), deadline_s=9.0, tier=Tier.DEVICE)
+        soon = rig.prefetch(*range(30, 33), deadline_s=1.0)
+        gate.open()
+        assert soon.result(WAIT_S) == 3
+        assert late.result(WAIT_S) == 8 - first - 3
+        assert later.result(WAIT_S) == 4
+
+
+def test_a_block_that_makes_no_room_is_not_enough() -> None:
+    """A block that another hint keeps goes on being held when the one that queues it is dropped."""
+    with Rig(8, prefetch_bytes_max=3 * BLOCK_BYTES, **ONE_AT_A_TIME) as rig:
+        rig.prefetch(7, deadline_s=50.0).result(WAIT_S)
+        gate, first = busy(rig)
+        assert first == 2
+        rig.prefetch(7, deadline_s=9.0)  # it is in host memory, but was not when that was decided
+        soon = rig.prefetch(3, deadline_s=1.0)
+        assert soon.result(0) == 0
+        assert rig.held == 3
+        gate.open()
+
+
+def test_hints_that_want_the_same_block_on_the_device_share_one_copy() -> None:
+    """It is read once and copied once, and each of them counts it."""
+    with Rig(4, device_blocks=4) as rig:
+        gate = rig.hold()
+        transfers = [rig.prefetch(*range(4), tier=Tier.DEVICE) for _ in range(3)]
+        host = rig.prefetch(*range(4))
+        gate.open()
+        assert [each.result(WAIT_S) for each in (*transfers, host)] == [4] * 4
+        assert sorted(rig.read()) == list(range(4))
+        assert rig.count("device_written_blocks") == 4
+
+
+def test_a_cancelled_hint_copies_nothing_to_the_device() -> None:
+    """What was being read arrives in host memory, and goes no further."""
+    with Rig(4, device_blocks=4) as rig:
+        gate = rig.hold()
+        transfer = rig.prefetch(*range(4), tier=Tier.DEVICE, deadline_s=5.0)
+        gate.wait_reached()
+        transfer.cancel()
+        rig.turn()
+        assert transfer.result(0) == 0
+        gate.open()
+        eventually(lambda: rig.prefetcher.usage()["device_held_blocks"] == 0)
+        assert rig.on_device() == []
+        assert rig.count("device_written_blocks") == 0
+
+
+def test_while_copies_to_the_device_wait_no_more_is_read_for_prefetches() -> None:
+    """What they pin in host memory is bounded, and a restore finds both lanes."""
+    link = HeldLink()
+    with Rig(64, device_blocks=60, links={Tier.HOST: link}, **ONE_AT_A_TIME) as rig:
+        transfer = rig.prefetch(*range(60), tier=Tier.DEVICE)
+        eventually(lambda: rig.prefetcher.usage()["promoting_blocks"] > 1)
+        rig.turn()
+        most = HOPS_PER_READ * rig.config.loads_inflight_max * (HOP_BYTES // BLOCK_BYTES)
+        assert link.passed == 1, "one copy has begun, the others wait for it"
+        assert rig.catalog.pins(Tier.HOST) <= most
+        link.open(rig)
+        assert transfer.result(WAIT_S) == 60
+
+
+def test_closing_answers_what_waits_for_a_copy_to_the_device() -> None:
+    """What has not begun is turned away; nothing stays pinned."""
+    link = HeldLink()
+    with Rig(8, device_blocks=8, links={Tier.HOST: link}, **ONE_AT_A_TIME) as rig:
+        transfer = rig.prefetch(*range(8), tier=Tier.DEVICE, deadline_s=5.0)
+        eventually(lambda: rig.prefetcher.usage()["promoting_blocks"] > 1)
+        rig.prefetcher.close()
+        assert transfer.done()
+        assert len(rig.on_device()) <= 1
+
+
 # -- errors and the end
 
 
@@ -461,17 +645,26 @@ def test_a_disk_that_hangs_does_not_hang_the_one_who_closes(
     slots = poisoned_slots(1)
     transfer, answers = rig.prefetch(0, 1), rig.load(2, slots)
     gate.wait_reached()
-    rig.prefetcher.close()
+    closed = in_thread(rig.prefetcher.close)
+
+    def time_passes() -> None:
+        rig.loop.now += 1.0
+
+    def answered() -> bool:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            rig.loop.call_soon_threadsafe(time_passes)
+        return transfer.done() and len(answers) == 1
+
+    eventually(answered)
+    closed()
     with pytest.raises(TransferFailed, match="closing"):
-        transfer.result(WAIT_S)
-    eventually(lambda: len(answers) == 1)
+        transfer.result(0)
     assert isinstance(answers[0][1], TransferFailed)
     gate.open()
-    eventually(lambda: rig.catalog.pins() == 0)
+    eventually(lambda: rig.ssd.under_way == 0)
+    rig.prefetcher._read_lane.shutdown(wait=True)
     assert read_slots(slots, 0) == POISON
-    rig.prefetcher._loop._loop.call_soon_threadsafe(rig.loop.stop)
-    rig.prefetcher._loop._thread.join(WAIT_S)
-    rig.loop.close()
+    assert rig.loop.is_closed()
     rig.host.close()
 
 

@@ -198,7 +198,11 @@ class QueueModel(RuleBasedStateMachine):
         assert self.queue.reading == len(self.reading)
         assert self.queue.first() == (ranks[0] if ranks else None)
         assert [self.queue.count(rank) for rank in Rank] == [ranks.count(rank) for rank in Rank]
+        for urgency in (RESTORE, hint(2.0), hint(priority=1)):
+            behind = [block for block in order if min(self.waiting[block].values()) > urgency]
+            assert self.queue.behind(urgency) == behind[::-1]
         everybody = {**self.waiting, **self.reading}
+        assert all(sorted(self.queue.waiters(b)) == sorted(w) for b, w in everybody.items())
         restored = any(RESTORE in waiters.values() for waiters in everybody.values())
         assert self.queue.restoring == restored
         assert sorted(self.queue.everybody()) == sorted(

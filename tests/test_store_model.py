@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvtier import BlockKeys
 
 BLOCKS = 5
+BLOCK_BYTES = SPEC.block_layout.block_bytes
 # Prompts that share heads: two families of a common head of two blocks, three tails each.
 PROMPTS = [
     kvtier.BlockKeys.of(SPEC, prompt(2, seed=family) + prompt(3, seed=10 * family + tail))
@@ -48,9 +49,13 @@ PROMPTS = [
 ]
 BUDGETS = {
     "memory": {"host_bytes": 8 * HOST_SLOT_BYTES, **tiny_budget(0)},
-    "tiny": {"host_bytes": 0, **tiny_budget(7, per_segment=3)},
+    "tiny": {"host_bytes": 0, "device_bytes": BLOCK_BYTES, **tiny_budget(7, per_segment=3)},
     "small": {"host_bytes": 2 * HOST_SLOT_BYTES, **tiny_budget(10, per_segment=4)},
-    "roomy": {"host_bytes": 8 * HOST_SLOT_BYTES, **tiny_budget(60, per_segment=4)},
+    "roomy": {
+        "host_bytes": 8 * HOST_SLOT_BYTES,
+        "device_bytes": 4 * BLOCK_BYTES,
+        **tiny_budget(60, per_segment=4),
+    },
 }
 prompts = st.sampled_from(PROMPTS)
 blocks = st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS)).map(
@@ -131,10 +136,10 @@ class StoreModel(RuleBasedStateMachine):
             again = bring_back(self.store, keys)
             assert again.report.failed == 0
 
-    @rule(keys=prompts)
-    def prefetch(self, keys: BlockKeys) -> None:
+    @rule(keys=prompts, tier=st.sampled_from(["host", "device"]))
+    def prefetch(self, keys: BlockKeys, tier: str) -> None:
         """Prefetch: it ends, and changes no byte."""
-        assert 0 <= self.store.prefetch(keys).result(WAIT_S) <= BLOCKS
+        assert 0 <= self.store.prefetch(keys, tier).result(WAIT_S) <= BLOCKS
 
     @rule(keys=prompts, other=prompts)
     def pinned(self, keys: BlockKeys, other: BlockKeys) -> None:
@@ -266,8 +271,10 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_holds(self) -> None:
-        """Check that the directory never takes more than it may."""
+        """Check that neither the directory nor the device tier takes more than it may."""
         if self.store is not None:
+            device = self.store.stats()["tiers"]["device"]
+            assert device["used_bytes"] <= device["limit_bytes"]
             assert disk_bytes(self.store.path) <= self.store.config.ssd_bytes
 
 

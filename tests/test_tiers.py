@@ -21,6 +21,7 @@ from support import (
 
 from kvtier import LinkThrottle
 from kvtier.tiers.base import BlockId, Location, ReadResult, Record, Usage
+from kvtier.tiers.device_pool import DevicePool, device_slot_bytes
 from kvtier.tiers.entries import id_at, location_at
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import HostTier
@@ -109,6 +110,17 @@ class TestHostTier(TierContract):
     def make(self, tmp_path: Path) -> contextlib.AbstractContextManager[Any]:
         """Give an arena of 12 slots."""
         return contextlib.closing(HostTier(BLOCK_BYTES, 12, 12 * HOST_SLOT_BYTES))
+
+
+class TestDevicePool(TierContract):
+    """The device pool passes the contract, in CPU memory."""
+
+    blocks_at_most = 12
+
+    def make(self, tmp_path: Path) -> contextlib.AbstractContextManager[Any]:
+        """Give a pool of 12 slots."""
+        limit = 13 * device_slot_bytes(BLOCK_BYTES) - 1
+        return contextlib.closing(DevicePool(BLOCK_BYTES, limit, "cpu"))
 
 
 @contextlib.contextmanager

@@ -94,13 +94,15 @@ class Adapter:
         attention_mask: torch.Tensor | None = None,
         reserve: int = RESERVE_TOKENS,
         plan: RestorePlan | None = None,
+        compute_price: float | None = None,
+        deadline_s: float | None = None,
     ) -> KVTierCache:
         """Return a cache with the prompt's full blocks in place, loaded or recomputed.
 
         ``input_ids``: [1, n]. At least one token is left for ``generate`` or ``model(...)``, which
         take the **full** prompt ids (``generate``) or the rest of them (``model``) with the cache.
         ``reserve`` tokens fit behind the prompt before the cache grows. ``plan`` replaces the plan
-        that ``plan(input_ids)`` would give.
+        that ``plan(input_ids)`` would give; ``compute_price`` and ``deadline_s`` are as there.
 
         Raises ``ValueError`` for a prompt that is empty, too long, padded or a batch, or a model in
         training mode; ``SpecMismatch`` if the weights changed since ``attach`` or ``plan`` is
@@ -113,16 +115,27 @@ class Adapter:
         prompt = ids.to(self._device)
         cache = KVTierCache(self.spec.block_layout, self._device, ids.numel() + reserve, self)
         if len(keys):
-            self._restore(plan or self._plan(keys), keys, prompt, cache)
+            plan = plan or self._plan(keys, compute_price, deadline_s)
+            self._restore(plan, keys, prompt, cache)
         # Feeding nothing is impossible: a prompt of whole blocks gives its last token again.
         placed = len(keys) * self.spec.block_tokens
         cache.start(prompt, min(placed, ids.numel() - 1), placed)
         self.last_report = cache.report
         return cache
 
-    def plan(self, input_ids: torch.Tensor) -> RestorePlan:
-        """Return what ``prefill`` would do now: nothing is loaded or computed; errors as there."""
-        return self._plan(self._look(input_ids, None)[1])
+    def plan(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        compute_price: float | None = None,
+        deadline_s: float | None = None,
+    ) -> RestorePlan:
+        """Return what ``prefill`` would do now: nothing is loaded or computed; errors as there.
+
+        ``compute_price`` is what a second of compute is worth in seconds of waiting (None: the
+        store's own), ``deadline_s`` by when the plan with the least compute is preferred.
+        """
+        return self._plan(self._look(input_ids, None)[1], compute_price, deadline_s)
 
     def put(self, cache: KVTierCache) -> Transfer[PutResult]:
         """Store the full blocks of everything the cache holds, prompt and answer; returns at once.
@@ -210,9 +223,16 @@ class Adapter:
         ids = prompt_ids(input_ids, attention_mask, self.model.config.vocab_size, limit)
         return ids, self.store.keys(ids, tenant=self._tenant, adapter=self._adapter)
 
-    def _plan(self, keys: BlockKeys) -> RestorePlan:
-        steps_max = STEP_BLOCKS_MAX.get(self._device.type, STEP_BLOCKS_MAX_ELSE)
-        return self.store.plan(self.store.lookup(keys), resident=0, step_blocks_max=steps_max)
+    def _plan(
+        self, keys: BlockKeys, compute_price: float | None, deadline_s: float | None
+    ) -> RestorePlan:
+        return self.store.plan(
+            self.store.lookup(keys),
+            resident=0,
+            step_blocks_max=STEP_BLOCKS_MAX.get(self._device.type, STEP_BLOCKS_MAX_ELSE),
+            compute_price=compute_price,
+            deadline_s=deadline_s,
+        )
 
     def _restore(
         self, plan: RestorePlan, keys: BlockKeys, prompt: torch.Tensor, cache: KVTierCache

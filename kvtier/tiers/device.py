@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from kvtier.identity import KVSpec
     from kvtier.layout import BlockLayout
 
-__all__ = ["KVSlots", "TensorSlots", "check_slots", "layer_copies", "read_block", "write_block"]
+__all__ = [
+    "KVSlots",
+    "TensorSlots",
+    "check_slots",
+    "copy_block",
+    "fill_bytes",
+    "layer_copies",
+    "read_block",
+    "read_bytes",
+    "wait_for_copies",
+    "write_block",
+]
 
 
 class KVSlots(Protocol):
@@ -163,7 +174,7 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
             np.copyto(_as_numpy(tensor), flat)
         else:
             tensor.copy_(_as_torch(flat, tensor), non_blocking=True)
-    _await_copies(device)
+    wait_for_copies(device)
 
 
 def layer_copies(slots: KVSlots, block: int, source: memoryview) -> Callable[[int], None]:
@@ -184,12 +195,48 @@ def layer_copies(slots: KVSlots, block: int, source: memoryview) -> Callable[[in
                 np.copyto(_as_numpy(tensor), flat)
             else:
                 tensor.copy_(_as_torch(flat, tensor), non_blocking=True)
-        _await_copies(slots.device)
+        wait_for_copies(slots.device)
 
     return copy
 
 
-def _await_copies(device: torch.device) -> None:
+def copy_block(slots: KVSlots, block: int, source: torch.Tensor) -> None:
+    """Copy a block's payload, a tensor of bytes, into the engine's tensors.
+
+    On CUDA the copies are queued on the current stream: ``wait_for_copies`` returns once they are
+    done.
+    """
+    if source.device.type == "cpu":
+        payload: np.ndarray[Any, Any] = source.numpy()
+        write_block(slots, block, payload.data)
+    else:
+        _copy_tensors(slots, block, source)
+
+
+def _copy_tensors(slots: KVSlots, block: int, source: torch.Tensor) -> None:
+    for tensor, part in zip(_tensors(slots, block), slots.layout.tensors, strict=True):
+        flat = source[part.offset : part.offset + part.nbytes]
+        tensor.detach().copy_(flat.view(tensor.dtype).view(part.shape), non_blocking=True)
+
+
+def fill_bytes(into: torch.Tensor, payload: memoryview) -> None:
+    """Copy a payload into a tensor of as many bytes; returns when they are there."""
+    if into.device.type == "cpu":
+        np.copyto(into.numpy(), np.frombuffer(payload, np.uint8))
+        return
+    import torch
+
+    into.copy_(torch.frombuffer(payload, dtype=torch.uint8), non_blocking=True)
+    wait_for_copies(into.device)
+
+
+def read_bytes(source: torch.Tensor, into: memoryview) -> None:
+    """Copy a tensor of bytes into a buffer of as many; returns when they are there."""
+    np.copyto(np.frombuffer(into, np.uint8), source.cpu().numpy())
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Return when what this thread has queued on a CUDA device's current stream is done."""
     if device.type == "cuda":
         import torch
 

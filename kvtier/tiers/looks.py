@@ -13,7 +13,8 @@ from typing import Final, Protocol
 __all__ = ["FileLooks", "Looks"]
 
 _IN_OPEN: Final = 0x20
-_EVENTS_BYTES: Final = 4096
+_EVENT: Final = struct.Struct("=iIII")  # of a watched file: no name follows
+_EVENTS_BYTES: Final = 256 * _EVENT.size
 _WAKE: Final = struct.pack("=Q", 1)
 
 
@@ -58,9 +59,11 @@ class FileLooks:
         ready = {fd for fd, _ in poll.poll(None if seconds is None else math.ceil(seconds * 1e3))}
         if self._wakes in ready:
             os.read(self._wakes, len(_WAKE))
-        if self._events in ready:
-            os.read(self._events, _EVENTS_BYTES)
-        return self._events in ready
+        if self._events not in ready:
+            return False
+        # A file that is removed is an event too, but nobody's look.
+        events = _EVENT.iter_unpack(os.read(self._events, _EVENTS_BYTES))
+        return any(mask & _IN_OPEN for _, mask, _, _ in events)
 
     def wake(self) -> None:
         """End the wait that is under way, or the next one."""

@@ -76,11 +76,11 @@ def check_host_bytes(host_bytes: int, beside_bytes: int, memory: MachineMemory) 
         would_do = (
             f"host_bytes={room} is the most that would do"
             if room >= 0
-            else "even host_bytes=0 is too much: lower staging_blocks_max"
+            else "even host_bytes=0 is too much: lower staging_blocks_max or device_bytes"
         )
         raise ValueError(
-            f"host_bytes: {host_bytes} bytes and {beside_bytes} beside them (staging) exceed the "
-            f"{least.nbytes} that {least.source} allows; {would_do}"
+            f"host_bytes: {host_bytes} bytes and {beside_bytes} beside them (staging, device_bytes "
+            f"on the CPU) exceed the {least.nbytes} that {least.source} allows; {would_do}"
         )
     if memory.available is not None and wanted > memory.available:
         return (

@@ -23,7 +23,8 @@ class SlotTable:
         self._tier = tier
         self._count = count
         self._lock = threading.RLock()  # re-entrant: a signal handler may close the store
-        self._free = list(range(count))  # ascending, hence a heap
+        self._untouched = 0  # slots from here on were never taken
+        self._free: list[int] = []  # a heap of those before it
         self._ids: dict[int, BlockId | None] = {}
 
     def __len__(self) -> int:
@@ -34,9 +35,13 @@ class SlotTable:
     def reserve(self) -> int | None:
         """Take the lowest free slot, or None if there is none."""
         with self._lock:
-            if not self._free:
+            if self._free:
+                slot = heapq.heappop(self._free)
+            elif self._untouched < self._count:
+                slot = self._untouched
+                self._untouched += 1
+            else:
                 return None
-            slot = heapq.heappop(self._free)
             self._ids[slot] = None
             return slot
 
@@ -72,9 +77,9 @@ class SlotTable:
     def check(self) -> list[str]:
         """Return what is wrong with the free list, in words."""
         with self._lock:
-            everything = sorted([*self._free, *self._ids])
-        if everything != list(range(self._count)):
-            return [f"{self._tier}: {len(everything)} slots accounted for, there are {self._count}"]
+            known, touched = sorted([*self._free, *self._ids]), self._untouched
+        if known != list(range(touched)) or touched > self._count:
+            return [f"{self._tier}: {len(known)} slots accounted for, {touched} were taken"]
         return []
 
     # -- inside, with the lock

@@ -48,6 +48,14 @@ def declare(app: typer.Typer) -> None:
     )
     app.command(epilog=epilog("du /nvme/kvtier", "du /nvme/kvtier --tenant acme --json"))(du)
     app.command(epilog=epilog("stats /nvme/kvtier", "stats --json /nvme/kvtier"))(stats)
+    app.command(
+        epilog=epilog(
+            "timeline restore.jsonl",
+            "timeline restore.jsonl --html restore.html --perfetto restore.json",
+            "timeline restore.jsonl --faster ssd=2",
+            "timeline engine.et --svg engine.svg",
+        )
+    )(timeline)
 
 
 def show(
@@ -63,6 +71,34 @@ def show(
     from kvtier_inspect.block import run
 
     return run(store, block, as_json=json)
+
+
+def timeline(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="JSON lines, or a Chakra execution trace.")
+    ],
+    *,
+    svg: Annotated[str, typer.Option(metavar="FILE", help="Draw it as a picture.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="As a page of its own.")] = "",
+    perfetto: Annotated[
+        str, typer.Option(metavar="FILE", help="As Chrome trace JSON, for ui.perfetto.dev.")
+    ] = "",
+    chakra: Annotated[
+        str, typer.Option(metavar="FILE", help="As an MLCommons Chakra execution trace.")
+    ] = "",
+    jsonl: Annotated[str, typer.Option(metavar="FILE", help="As kvtier's JSON lines.")] = "",
+    faster: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LANE=FACTOR", help="As if a lane were so many times faster."),
+    ] = None,
+    session: Annotated[int, typer.Option(help="Only this restore; -1: all.", min=-1)] = -1,
+    json: AsJson = False,
+) -> int:
+    """Draw what each lane did when: one look shows how loads and recomputing overlap."""
+    from kvtier_inspect.tracing import run
+
+    files = {"svg": svg, "html": html, "perfetto": perfetto, "chakra": chakra, "jsonl": jsonl}
+    return run(trace, files, faster or (), session=session, as_json=json)
 
 
 def du(

@@ -111,6 +111,27 @@ def test_a_slow_link_gives_a_hybrid(
     assert torch.equal(logits_of(model, ids, cache), logits_of(model, ids, block_tokens=256))
 
 
+def test_price_and_deadline_reach_the_plan(
+    llama: PreTrainedModel, make_prompt: TensorOf, open_kv: OpenKV, logits_of: TensorOf
+) -> None:
+    """Dear compute, or time enough, and what is stored is loaded; else a head is recomputed."""
+    kv, ids = open_kv(llama), make_prompt(8 * T + 1)
+    stored(kv, ids)
+    block_bytes = kv.store.spec.block_layout.block_bytes
+    for block in range(4):
+        kv.store._profiler.computed(block * T, T, 1.0)
+    kv.store._profiler.loaded(kvtier.Tier.SSD, block_bytes, 1.0)
+    assert 0 < len(kv.plan(ids).recompute) < 8
+    assert kv.plan(ids, compute_price=100.0).recompute == ()
+    assert kv.plan(ids, deadline_s=1000.0).recompute == ()
+    kv.store.compute_price = 100.0
+    assert kv.plan(ids).recompute == ()
+    assert kv.plan(ids, compute_price=0.0).recompute
+    cache = kv.prefill(ids, compute_price=100.0)
+    assert (cache.report.loaded, cache.report.recomputed) == (8, 0)
+    assert torch.equal(logits_of(llama, ids, cache), logits_of(llama, ids))
+
+
 class FailingDisk(PosixFileSystem):
     """A disk that cannot read one record."""
 
