@@ -46,7 +46,11 @@ Open = Any
 def test_one_size_class_gives_way_to_another(
     open_store: Open, store_path: str, *, punch: bool
 ) -> None:
-    """A directory full of one model's blocks takes another's, with and without hole punching."""
+    """A directory full of one model's blocks takes another's, with and without hole punching.
+
+    By recency: to ``priced`` the block just put is worth less than those put and restored before,
+    and may be what goes first when a commit makes room ahead of the next writes.
+    """
     fs = FaultyFileSystem()
     if not punch:
         fs.fail("punch", 95)
@@ -56,7 +60,7 @@ def test_one_size_class_gives_way_to_another(
         for seed in range(4):
             put(before, kvtier.BlockKeys.of(other, prompt(6, seed)))
         assert before.stats()["tiers"]["ssd"]["blocks"] > 8
-    store = open_store(host_bytes=0, fs=fs, **budget)
+    store = open_store(host_bytes=0, fs=fs, policy="lru", **budget)
     for seed in range(4):
         assert put(store, prompt_keys(6, seed)).stored == 6
         assert bring_back(store, prompt_keys(6, seed)).loaded == 6
