@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvtier.history import USES_MAX, History
+from kvtier.prices import USES_PRICED
+from kvtier.write_rule import WritePrice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from _replay_ttft import Outcome
 
     from kvtier.prices import Prices
-
-STEP: Final = 0.01
-"""By how much of itself the price of a write changes with one block that is written."""
-PRICE_MIN: Final = 1e-3
 
 
 class _Seen:
@@ -49,30 +46,25 @@ class SecondUse:
 
 
 class PricedWrites:
-    """Writes have a price, which follows from a budget: ``share`` of all blocks offered.
-
-    A block is written if its value, uses x (recompute - load), is at least the price. The price
-    rises with every write by ``STEP`` and falls with every block offered by ``share`` of that: the
-    multiplier of the budget's constraint, found by subgradient steps on its logarithm.
-    """
+    """The store's own rule while its budget affords ``share`` of all blocks offered."""
 
     def __init__(self, trace: Trace, prices: Prices, share: float) -> None:
         self._seen = _Seen(trace)
         self._values = prices.last
         self._share = share
-        self._price = 1.0  # that of a first block
+        self._price = WritePrice()
 
     def admitted(self, number: int, missing: Sequence[int], outcome: Outcome) -> list[int]:
         """Return the missing blocks that are worth their write."""
         del outcome
-        uses, values = self._seen.uses(number), self._values
+        uses, values, price = self._seen.uses(number), self._values, self._price
         chosen = []
         for at in missing:
-            value = uses[at] * values[min(at, len(values) - 1)]
-            admits = value >= self._price
-            if admits:
+            value = min(uses[at], USES_PRICED) * values[min(at, len(values) - 1)]
+            written = value >= price.now
+            if written:
                 chosen.append(at)
-            self._price = max(self._price * math.exp(STEP * (admits - self._share)), PRICE_MIN)
+            price.follow(self._share, written=written)
         return chosen
 
 

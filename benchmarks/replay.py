@@ -332,7 +332,11 @@ def tails(bench: Bench, replays: Replays) -> None:
 
 
 def speed(bench: Bench, replays: Replays) -> None:
-    """Time the catalog and its policy alone: blocks asked for per second of one core."""
+    """Time the catalog and its policy alone: blocks asked for per second of one core.
+
+    An event is a block of a prompt: looked up and touched, and where it was missing begun, put in
+    order, made room for and committed. Here that is five blocks of six, each for another's room.
+    """
     case = Case("conversation", "priced", HOLES, BUDGETS["conversation"][1])
     found = replays.trace(case)
     nothing = Outcome(0.0, 0.0, 0.0, frozenset(), 0, 0)

@@ -345,6 +345,11 @@ class Catalog:
         with self.changed:
             return self._uses.column[row]
 
+    def values(self, rows: Sequence[int]) -> list[float]:
+        """Return what the loss of each row's last copy would cost, as ``prices`` has it."""
+        with self.changed:
+            return self._orders.values(rows)
+
     # -- retention
 
     def retain(self, row: int, priority: int, expiry_ns: int) -> None:

@@ -195,8 +195,8 @@ class Columns:
             self.orders.clear(free)
             self.copies.hidden.difference_update(free)
             self.uses.end(free, self.rows.remove_all(free))
-            for row in free:
-                self.last_use_ns[row] = 0
+            for row in free:  # the next block has no place yet, whatever this one's size
+                self.last_use_ns[row] = self.places.slot_bytes[row] = 0
 
     def check(self) -> list[str]:
         """Return what is wrong, in words."""

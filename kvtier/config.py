@@ -70,7 +70,8 @@ class StoreConfig:
     Engines own their device memory, so that this is for what they leave."""
     ssd_write_bytes_per_day: int | None = None
     """What may be written to the directory in any 24 hours, so that the SSD lives; None: no limit.
-    With less than a quarter of it left, only blocks put a second time are written."""
+    With less than a quarter of it left, only the most valuable blocks are written, and others when
+    they are put again (``write_rule``)."""
     integrity_key: bytes = field(default=b"", repr=False)
     """16 to 64 secret bytes: records carry a tag that only their holder can make. For a directory
     that others may write to; costs a SHA-256 of every byte."""

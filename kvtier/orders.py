@@ -61,6 +61,10 @@ class Orders:
         for values in self._values.values():
             values.reprice(prices)
 
+    def values(self, rows: Sequence[int]) -> list[float]:
+        """Return what the loss of each row's last copy would cost."""
+        return self._values[Tier.SSD].of(rows)
+
     # -- order
 
     def restore(self, priorities: np.ndarray[Any, Any], expiry_ns: np.ndarray[Any, Any]) -> None:

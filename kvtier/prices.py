@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from kvtier.history import USES_MAX
 from kvtier.plan import Tier
 
 if TYPE_CHECKING:
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
 
     from kvtier.cost import CostModel
 
-__all__ = ["POSITIONS_PRICED", "HostValues", "Prices", "SsdValues"]
+__all__ = ["POSITIONS_PRICED", "USES_PRICED", "HostValues", "Prices", "SsdValues"]
 
 POSITIONS_PRICED: Final = 4096
 """Positions with a price of their own, in blocks; further ones cost what the last of them does."""
 PRICE_MIN: Final = 1 / 16
 """What every copy is worth: to load a block that is cheaper to recompute still spares the GPU."""
+USES_PRICED: Final = 4
+"""More uses make a copy no dearer: what was asked for often, once, must not stay for ever."""
+_COUNTED: Final = (*range(USES_PRICED), *[USES_PRICED] * (USES_MAX + 1 - USES_PRICED))
+"""What so many uses count as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,10 @@ class Prices:
 
 
 class SsdValues:
-    """The values of copies on the SSD: uses times the price of a last copy, per byte."""
+    """The values of copies on the SSD: uses times the price of a last copy, per byte.
+
+    No more than ``USES_PRICED`` uses count, here and in ``HostValues``.
+    """
 
     def __init__(
         self, uses: array[int], positions: array[int], slot_bytes: array[int], prices: Prices
@@ -71,7 +79,9 @@ class SsdValues:
         """Return the value of each row's copy."""
         uses, positions, last = self._uses, self._positions, self._prices.last
         end, size = len(last) - 1, self._prices.slot_bytes
-        values = [uses[row] * last[at if (at := positions[row]) < end else end] for row in rows]
+        values = [
+            _COUNTED[uses[row]] * last[at if (at := positions[row]) < end else end] for row in rows
+        ]
         if size:
             sizes = self._slot_bytes
             for at, row in enumerate(rows):
@@ -83,7 +93,9 @@ class SsdValues:
         """Return the same for many rows at once."""
         last, size = np.array(self._prices.last), self._prices.slot_bytes
         positions = np.minimum(np.asarray(self._positions)[rows], len(last) - 1)
-        values: np.ndarray[Any, Any] = np.asarray(self._uses)[rows] * last[positions]
+        values: np.ndarray[Any, Any] = (
+            np.minimum(np.asarray(self._uses)[rows], USES_PRICED) * last[positions]
+        )
         if size:
             sizes = np.asarray(self._slot_bytes)[rows]
             values *= size / np.where(sizes > 0, sizes, size)
@@ -117,7 +129,7 @@ class HostValues:
         end, faster = len(last) - 1, self._prices.faster
         ordered, bit = self._ordered, self._ssd_bit
         return [
-            uses[row] * (faster if ordered[row] & bit else last[min(positions[row], end)])
+            _COUNTED[uses[row]] * (faster if ordered[row] & bit else last[min(positions[row], end)])
             for row in rows
         ]
 

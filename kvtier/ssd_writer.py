@@ -48,6 +48,8 @@ AHEAD_BLOCKS_MAX: Final = 128
 """Room that a full store keeps ahead of its writes, so that evictions share their commits."""
 AHEAD_SHARE: Final = 8
 """That room is at most one in so many of the blocks stored."""
+PLACE_TRIES: Final = 2
+"""How often room is made for a batch before what has none is declined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ class SsdWriter:
                 new.append(write)
         if not new:
             return
-        places = self._place([write.record for write in new])
+        places = self._place(new)
         started = []
         for write, where in zip(new, places, strict=True):
             if where is None:
@@ -276,25 +278,45 @@ class SsdWriter:
         size = self._ssd.slot_bytes(write.record)
         # What can never fit must be declined before anything is evicted for it.
         return self._ssd.fits(size) and self._rule.admits(
-            write, size, uses=self._catalog.asked(write.row), full=self._is_full(size, ahead)
-        )
+            write, size, uses=self._catalog.asked(write.row),
+            value=self._catalog.values((write.row,))[0], full=self._is_full(size, ahead),
+        )  # fmt: skip
 
     def _is_full(self, size: int, ahead: int) -> bool:
         """Whether a write after ``ahead`` others takes room that an eviction made, or must make."""
-        made = self._ahead() if self._full else 0
-        return self._ssd.room(size) - ahead <= made
+        room = self._ssd.room(size)
+        # What was made counted what has gone for it: the share is one of all that there was.
+        there = self._catalog.ready(Tier.SSD) + room
+        return room - ahead <= (_ahead_of(there) if self._full else 0)
 
-    def _place(self, records: Sequence[Record]) -> list[Location | None]:
+    def _place(self, writes: Sequence[PendingWrite]) -> list[Location | None]:
+        """Take a slot for each write, or for the most valuable if there is no room for all."""
+        records = [write.record for write in writes]
         size = self._ssd.slot_bytes(records[0])
         self._make_room(size, len(records))
-        places = self._ssd.place(records)
-        left = [index for index, where in enumerate(places) if where is None]
-        if left:
+        left = self._chosen_first(writes, self._ssd.room(size))
+        places: list[Location | None] = [None] * len(writes)
+        for _ in range(PLACE_TRIES):
+            for at, where in zip(left, self._ssd.place([records[at] for at in left]), strict=True):
+                places[at] = where
+            left = [at for at in left if places[at] is None]
+            if not left:
+                break
             # The index grew meanwhile and took the room of fresh slots: evicted ones are enough.
             self._make_room(size, len(left))
-            for index, where in zip(left, self._ssd.place([records[i] for i in left]), strict=True):
-                places[index] = where
         return places
+
+    def _chosen_first(self, writes: Sequence[PendingWrite], room: int) -> list[int]:
+        """Return the indexes of writes, those first that get the room, in the order of a prompt.
+
+        The most valuable do; but tails are of no use to callers of contiguous prefixes.
+        """
+        order = list(range(len(writes)))
+        if room >= len(writes) or self._catalog.contiguous:
+            return order
+        values = self._catalog.values([write.row for write in writes])
+        order.sort(key=lambda at: (writes[at].record.priority, values[at]), reverse=True)
+        return sorted(order[:room]) + order[room:]
 
     def _make_room(self, size: int, count: int) -> None:
         """Evict, least valuable first, until ``count`` records of a slot size fit, if they can.
@@ -337,7 +359,7 @@ class SsdWriter:
             self._metrics.add(f"{how}_blocks_ssd", len(rows))
 
     def _ahead(self) -> int:
-        return min(self._catalog.ready(Tier.SSD) // AHEAD_SHARE, AHEAD_BLOCKS_MAX)
+        return _ahead_of(self._catalog.ready(Tier.SSD))
 
     def _carry_out(self, future: Future[Purged], select: Callable[[], Sequence[int]]) -> None:
         with suppress(InvalidStateError):  # the commit lane failed meanwhile, and said so
@@ -415,3 +437,8 @@ class SsdWriter:
         """Make hits and last uses durable that no commit took along; for closing."""
         while uses := self._catalog.uses(self._batch_blocks_max * USES_PER_COMMIT_MAX):
             self._ssd.publish((), (), uses)
+
+
+def _ahead_of(blocks: int) -> int:
+    """Return the room that is kept ahead of writes where so many blocks are stored."""
+    return min(blocks // AHEAD_SHARE, AHEAD_BLOCKS_MAX)

@@ -30,7 +30,7 @@ from kvtier.tiers.device import TensorSlots, check_slots
 from kvtier.tiers.directory import StoreDirectory
 from kvtier.tiers.fs import PosixFileSystem
 from kvtier.tiers.host import host_slot_bytes
-from kvtier.tiers.index import LmdbIndex
+from kvtier.tiers.index import LmdbIndex, journal_bytes_max
 from kvtier.tiers.looks import FileLooks
 from kvtier.tiers.segment import size_class
 from kvtier.tiers.ssd import SsdTier
@@ -145,12 +145,20 @@ class Store(StoreView):
         return blocks
 
     def _check_ssd_room(self) -> None:
-        """Say so, once, if no block of this spec can ever be held on the SSD."""
-        size = size_class(self._layout.part_bytes)
-        if self.config.ssd_bytes and not self._ssd.fits(size):
+        """Say so, once, if the SSD can hold no block of this spec, or none before long."""
+        size, limit = size_class(self._layout.part_bytes), self.config.ssd_bytes
+        journal = journal_bytes_max(self.config.index_bytes_max)
+        lasting = self._ssd.limit_for(size, journal)
+        if limit and not self._ssd.fits(size):
             log.warning(
                 "%s: ssd_bytes=%d holds no block of this spec, so none are written; "
-                "%d would hold one", self.path, self.config.ssd_bytes, self._ssd.limit_for(size),
+                "%d would hold one, and %d also once the index's journal is full",
+                self.path, limit, self._ssd.limit_for(size), lasting,
+            )  # fmt: skip
+        elif 0 < limit < lasting:
+            log.warning(
+                "%s: ssd_bytes=%d holds no block of this spec any more once the index's journal "
+                "is full, after some thousand changes; %d would", self.path, limit, lasting,
             )  # fmt: skip
 
     def _open_tiers(

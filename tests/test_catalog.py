@@ -666,6 +666,19 @@ def test_a_put_orders_what_was_there_before_it() -> None:
     assert catalog.evict(Tier.SSD, 5) == [*other, *rows[::-1]]
 
 
+def test_a_block_without_a_place_is_valued_as_one_of_our_size() -> None:
+    """A row says nothing about its next block: neither its size nor, with that, its value."""
+    catalog = Catalog(POLICY["priced"], prices=Prices((1.0,), slot_bytes=8))
+    (row,) = catalog.begin_all(NS, prompt([0]), Tier.SSD, "write", positions=[0])
+    catalog.commit(row, Tier.SSD, Location(1, 0, 32))
+    assert catalog.values([row]) == [0.25]
+    catalog.end(row, Tier.SSD, "drop")
+    assert catalog.begin_all(NS, prompt([1]), Tier.SSD, "write", positions=[0]) == [row]
+    assert catalog.values([row]) == [1.0]
+    catalog.commit(row, Tier.SSD, Location(1, 0, 8))
+    assert catalog.values([row]) == [1.0]
+
+
 def test_what_comes_makes_room_for_itself() -> None:
     """A copy on its way displaces what is worth more, but nothing of a higher priority."""
     catalog = Catalog(POLICY["priced"])

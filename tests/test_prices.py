@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from kvtier.cost import ComputeCost, CostModel, LinkCost
-from kvtier.prices import POSITIONS_PRICED, PRICE_MIN, HostValues, Prices, SsdValues
+from kvtier.prices import (
+    POSITIONS_PRICED,
+    PRICE_MIN,
+    USES_PRICED,
+    HostValues,
+    Prices,
+    SsdValues,
+)
 
 COSTS = CostModel(ComputeCost(0.0, 1e-4, 1e-7, 9), LinkCost(8e9, 0.0, 9), LinkCost(1e9, 0.0, 9))
 BLOCK = 8_000_000
@@ -63,3 +70,16 @@ def test_a_host_copy_of_what_is_on_the_ssd_saves_only_the_faster_load() -> None:
     values = HostValues(uses, positions, array("B", [1, 3]), 2, Prices((1.0, 5.0), 0.5))
     assert values.of([0, 1]) == [10.0, 1.0]
     np.testing.assert_array_equal(values.of_all(np.arange(2)), [10.0, 1.0])
+
+
+def test_many_uses_are_worth_no_more_than_four() -> None:
+    """A value rises with uses up to ``USES_PRICED``, in both tiers and both ways of asking."""
+    uses, positions = columns(uses=[1, 3, 4, 5, 255], positions=[0] * 5)
+    rows, worth = list(range(5)), [2.0, 6.0, 8.0, 8.0, 8.0]
+    for values in (
+        SsdValues(uses, positions, array("Q", [0] * 5), Prices((2.0,))),
+        HostValues(uses, positions, array("B", [1] * 5), 2, Prices((2.0,))),
+    ):
+        assert values.of(rows) == worth
+        np.testing.assert_array_equal(values.of_all(np.arange(5)), worth)
+    assert USES_PRICED == 4

@@ -35,6 +35,7 @@ import kvtier
 from kvtier import Tier
 from kvtier.tiers.base import BlockId
 from kvtier.tiers.index import INDEX_COMMIT_BYTES_MAX, LmdbIndex
+from kvtier.tiers.keeper import CHANGES_KEPT
 
 Open = Any
 
@@ -46,7 +47,11 @@ Open = Any
 def test_one_size_class_gives_way_to_another(
     open_store: Open, store_path: str, *, punch: bool
 ) -> None:
-    """A directory full of one model's blocks takes another's, with and without hole punching."""
+    """A directory full of one model's blocks takes another's, with and without hole punching.
+
+    By recency: to ``priced`` the block just put is worth less than those put and restored before,
+    and may be what goes first when a commit makes room ahead of the next writes.
+    """
     fs = FaultyFileSystem()
     if not punch:
         fs.fail("punch", 95)
@@ -56,7 +61,7 @@ def test_one_size_class_gives_way_to_another(
         for seed in range(4):
             put(before, kvtier.BlockKeys.of(other, prompt(6, seed)))
         assert before.stats()["tiers"]["ssd"]["blocks"] > 8
-    store = open_store(host_bytes=0, fs=fs, **budget)
+    store = open_store(host_bytes=0, fs=fs, policy="lru", **budget)
     for seed in range(4):
         assert put(store, prompt_keys(6, seed)).stored == 6
         assert bring_back(store, prompt_keys(6, seed)).loaded == 6
@@ -421,6 +426,7 @@ def test_a_block_that_never_fits_evicts_nothing(
     store = open_store(host_bytes=0, **budget)
     put(store, others)
     store.close()
+    caplog.clear()  # that one is told that it will not last
     with caplog.at_level(logging.WARNING):
         store = open_store(spec=WIDE, host_bytes=0, **budget)
     (said,) = [line for line in caplog.messages if "ssd_bytes" in line]
@@ -440,6 +446,46 @@ def test_a_block_that_never_fits_evicts_nothing(
     # The least value that would do is that of a store with an index like this one.
     assert alone(store_path + "-ample", least) == kvtier.PutResult(1, 0, 0)
     assert alone(store_path + "-scarce", least - (96 << 10)) == kvtier.PutResult(0, 0, 1)
+
+
+def lasting_bytes(open_store: Open, caplog: pytest.LogCaptureFixture, path: str) -> int:
+    """Return the ``ssd_bytes`` that a store too small for its index is told it needs."""
+    with caplog.at_level(logging.WARNING):
+        open_store(path=path, host_bytes=0, **tiny_budget(6)).close()
+    (said,) = [line for line in caplog.messages if "ssd_bytes" in line]
+    caplog.clear()
+    assert f"ssd_bytes={tiny_budget(6)['ssd_bytes']}" in said
+    return int(said.split("; ")[1].split()[0])
+
+
+def test_a_store_that_its_index_will_crowd_out_says_so(
+    open_store: Open, store_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning names the least size that lasts; a store of that size opens without one."""
+    least = lasting_bytes(open_store, caplog, store_path)
+    with caplog.at_level(logging.WARNING):
+        open_store(path=store_path + "-least", host_bytes=0, ssd_bytes=least)
+        assert "ssd_bytes" not in caplog.text
+        open_store(path=store_path + "-less", host_bytes=0, ssd_bytes=least - 1)
+        assert f"ssd_bytes={least - 1}" in caplog.text
+
+
+@pytest.mark.slow
+def test_the_least_size_that_is_named_lasts(
+    open_store: Open, store_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After 10,000 changes, twice what the journal holds, a store of that size drops nothing."""
+    least = lasting_bytes(open_store, caplog, store_path)
+    store = open_store(path=store_path + "-least", host_bytes=0, ssd_bytes=least)
+    blocks, changes = 250, 0
+    for seed in range(100):
+        assert put(store, prompt_keys(blocks, seed)) == kvtier.PutResult(blocks, 0, 0)
+        counters = store.stats()["counters"]
+        changes = counters["ssd_written_blocks"] + counters["evicted_blocks_ssd"]
+        if changes > 10_000:
+            break
+    assert changes > 10_000 > 2 * CHANGES_KEPT
+    assert disk_bytes(store.path) <= least
 
 
 def test_no_ssd_at_all_is_nothing_to_warn_of(

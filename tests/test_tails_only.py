@@ -14,6 +14,7 @@ from support import (
     SPEC,
     prompt_keys,
     put,
+    record_of,
     tiny_budget,
 )
 from test_planner import BLOCK_BYTES, BLOCK_TOKENS, costs_of, residency_of
@@ -21,6 +22,7 @@ from test_planner import BLOCK_BYTES, BLOCK_TOKENS, costs_of, residency_of
 import kvtier
 from kvtier import PutResult, Tier, plan
 from kvtier.planner import recomputed_head
+from kvtier.prices import Prices
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.write_rule import PendingWrite, WriteRule
@@ -93,20 +95,20 @@ def rule_of(limit: int | None) -> WriteRule:
 def test_only_a_full_ssd_declines_the_head() -> None:
     """With room, everything is written; without, the head only once it was asked for twice."""
     rule = rule_of(None)
-    assert rule.admits(write_of(1, recomputed=True), 10, uses=1, full=False)
-    assert rule.admits(write_of(2), 10, uses=1, full=True)
-    assert not rule.admits(write_of(3, recomputed=True), 10, uses=1, full=True)
-    assert rule.admits(write_of(3, recomputed=True), 10, uses=2, full=True)
+    assert rule.admits(write_of(1, recomputed=True), 10, uses=1, value=1.0, full=False)
+    assert rule.admits(write_of(2), 10, uses=1, value=1.0, full=True)
+    assert not rule.admits(write_of(3, recomputed=True), 10, uses=1, value=1.0, full=True)
+    assert rule.admits(write_of(3, recomputed=True), 10, uses=2, value=2.0, full=True)
 
 
 def test_priority_is_admitted_but_does_not_lift_the_budget() -> None:
     """A put with priority is written the first time, as long as the day's bytes last."""
     rule = rule_of(100)
-    assert rule.admits(write_of(1), 80, uses=1, full=False)
-    assert not rule.admits(write_of(2), 10, uses=1, full=False)
-    assert rule.admits(write_of(3, priority=1), 10, uses=1, full=False)
-    assert not rule.admits(write_of(4, priority=1), 20, uses=1, full=False)
-    assert not rule.admits(write_of(5), 20, uses=9, full=False)
+    assert rule.admits(write_of(1), 80, uses=1, value=1.0, full=False)
+    assert not rule.admits(write_of(2), 10, uses=1, value=1.0, full=False)
+    assert rule.admits(write_of(3, priority=1), 10, uses=1, value=1.0, full=False)
+    assert not rule.admits(write_of(4, priority=1), 20, uses=1, value=1.0, full=False)
+    assert not rule.admits(write_of(5), 20, uses=9, value=9.0, full=False)
 
 
 # -- in a store
@@ -200,6 +202,47 @@ def test_demotion_keeps_tails_too(open_store: Open) -> None:
     assert put(store, prompt_keys(8, 1)) == PutResult(0, 8, 0)
     store.flush()
     assert on_ssd(store, prompt_keys(8, 1)) == list(range(8))
+
+
+# -- a batch that does not fit
+
+
+@pytest.mark.parametrize("policy", ["priced", "prefix-closed"])
+@pytest.mark.parametrize("lifted", [None, 2])
+def test_of_a_batch_without_room_the_most_valuable_gets_it(
+    open_store: Open, policy: str, lifted: int | None
+) -> None:
+    """Where nothing may go for a prompt, its tail gets what room there is, after what has priority.
+
+    Of a policy for contiguous prefixes its head does.
+    """
+    own = {"host_bytes": 0, "policy": policy, **tiny_budget(24, per_segment=6)}
+    store = taught(open_store, compute_s=0.025, load_s=0.01, **own)
+    catalog, writer = store._catalog, store._writer
+    catalog.reprice(Prices(last=tuple(range(1, 99))))
+    keys = prompt_keys(40)
+    priorities = [int(at == lifted) for at in range(len(keys))]
+    rows = catalog.begin_all(
+        keys.namespace, keys.hashes, Tier.SSD, "write", positions=range(len(keys))
+    )
+    writes = [
+        PendingWrite(row, record_of(at, priority=priorities[at]), lambda _: None)
+        for at, row in enumerate(rows)
+    ]
+    places = writer._place(writes)
+    placed = [at for at, where in enumerate(places) if where is not None]
+    for where in places:
+        if where is not None:
+            store._ssd._slabs.give_back(where)
+    catalog.end_all(rows, Tier.SSD, "abort")
+    room = len(placed)
+    assert 3 < room < len(keys)
+    if policy == "prefix-closed":
+        assert placed == list(range(room))
+    elif lifted is None:
+        assert placed == list(range(len(keys) - room, len(keys)))
+    else:
+        assert placed == [lifted, *range(len(keys) - room + 1, len(keys))]
 
 
 # -- the price of compute

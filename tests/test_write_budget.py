@@ -32,11 +32,11 @@ def budget(clock: Clock, saved: list[bytes], bytes_per_day: int | None = DAY) ->
 
 
 def test_without_a_limit_everything_is_written() -> None:
-    """None means no limit, nothing to save, and never short."""
+    """None means no limit, nothing to save, and everything is afforded."""
     saved: list[bytes] = []
     free = budget(Clock(), saved, None)
     assert free.spend(1 << 60)
-    assert not free.short()
+    assert free.share() == 1
     assert free.left() is None
     free.close()
     assert saved == []
@@ -53,12 +53,23 @@ def test_no_more_than_the_budget_in_a_day() -> None:
 
 
 def test_short_below_a_quarter() -> None:
-    """With less than a quarter left the budget is short."""
+    """Down to a quarter of the day's bytes all is afforded; from there as much as is left of it."""
     one = budget(Clock(), [])
     assert one.spend(DAY * 3 // 4)
-    assert not one.short()
+    assert one.share() == 1
     assert one.spend(1)
-    assert one.short()
+    assert 0 < 1 - one.share() < 0.01
+    assert one.spend(DAY // 8 - 1)
+    assert one.share() == 0.5
+    assert one.spend(DAY // 8)
+    assert one.share() == 0
+
+
+def test_a_budget_of_nothing_affords_nothing() -> None:
+    """Zero bytes a day are a limit too."""
+    one = budget(Clock(), [], 0)
+    assert one.share() == 0
+    assert not one.spend(1)
 
 
 def test_a_restart_knows_what_was_spent() -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "LmdbIndex",
     "LmdbIndexReader",
     "Use",
+    "journal_bytes_max",
 ]
 
 REBUILD_COMMIT_ENTRIES: Final = 4096
@@ -42,6 +43,11 @@ INDEX_COMMIT_BYTES_MAX: Final = 1 << 20
 SNAPSHOT_TRIES: Final = 3
 """How often a snapshot starts over because the journal lost what changed while it was read."""
 _KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY.itemsize})
+
+
+def journal_bytes_max(bytes_max: int) -> int:
+    """Return what the journal of an index of at most so many bytes takes of it once it is full."""
+    return keeper.changes_kept(bytes_max) * keeper.CHANGE_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)

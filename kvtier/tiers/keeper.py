@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Cursor = lmdb.Cursor[bytes]
     Database = lmdb._Database  # noqa: SLF001 - the stubs' only name for it
 
-__all__ = ["Index", "Keeper", "Unreadable", "disk_bytes", "main"]
+__all__ = ["Index", "Keeper", "Unreadable", "changes_kept", "disk_bytes", "main"]
 
 T = TypeVar("T")
 
@@ -66,6 +66,8 @@ _HITS_MAX: Final = (1 << 32) - 1
 CHANGES_KEPT: Final = 4096
 CHANGE_SHARE_BYTES: Final = 1 << 10
 """Records of the journal, and of a small index one per so much: it leaves room for entries."""
+CHANGE_BYTES_MAX: Final = 256
+"""What a record takes of the file at most: key, value, LMDB's node, and pages to be reused."""
 CHUNK_ROWS: Final = 8192
 """Rows that one read transaction copies, some milliseconds: it pins the pages it reads."""
 READ_AHEAD_BYTES: Final = 128 << 10
@@ -94,6 +96,11 @@ _SYSTEM: Final = {
 
 class Unreadable(Exception):
     """The index's files are not an index, or a damaged one."""
+
+
+def changes_kept(bytes_max: int) -> int:
+    """Return how many records the journal of an index of at most so many bytes has."""
+    return max(min(CHANGES_KEPT, bytes_max // CHANGE_SHARE_BYTES), 1)
 
 
 def _expect(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - a condition, not a choice
@@ -310,7 +317,7 @@ class Index:
 
     def _record(self, changes: Cursor, removed: list[bytes], put: list[bytes]) -> None:
         last = _last(changes) + len(removed) + len(put)
-        kept = max(min(CHANGES_KEPT, self._bytes_max // CHANGE_SHARE_BYTES), 1)
+        kept = changes_kept(self._bytes_max)
         records = [bytes((REMOVE,)) + key for key in removed[-kept:]]
         records = (records + [bytes((PUT,)) + row for row in put[-kept:]])[-kept:]
         for sequence, record in enumerate(records, last - len(records) + 1):

@@ -221,9 +221,13 @@ class Slabs:
             files = max(self._segments_max - len(self._segments), 0)
             return free + inside + min(more, files * per_segment)
 
-    def limit_for(self, size: int) -> int:
-        """Return the least limit under which a slot of this size fits once all others are gone."""
-        rest = self._index_bytes() + OTHER_BYTES + INDEX_COMMIT_BYTES_MAX
+    def limit_for(self, size: int, index_bytes: int = 0) -> int:
+        """Return the least limit under which a slot of this size fits once all others are gone.
+
+        With an index of at least ``index_bytes``.
+        """
+        index_bytes = max(self._index_bytes(), index_bytes)
+        rest = index_bytes + OTHER_BYTES + INDEX_COMMIT_BYTES_MAX
         return rest + SEGMENT_METADATA_BYTES + size
 
     # -- slots

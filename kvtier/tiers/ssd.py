@@ -122,9 +122,12 @@ class SsdTier:
         """Return how many records of this slot size can be written before something must go."""
         return self._slabs.room(size)
 
-    def limit_for(self, size: int) -> int:
-        """Return the least ``limit_bytes`` with which one record of this slot size can be held."""
-        return self._slabs.limit_for(size) + self._unused_bytes
+    def limit_for(self, size: int, index_bytes: int = 0) -> int:
+        """Return the least ``limit_bytes`` with which one record of this slot size can be held.
+
+        With an index of at least ``index_bytes``.
+        """
+        return self._slabs.limit_for(size, index_bytes) + self._unused_bytes
 
     def fits(self, size: int) -> bool:
         """Whether a record of this slot size can be held, whatever must go for it."""

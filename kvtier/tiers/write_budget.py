@@ -20,7 +20,7 @@ _HOURS: Final = 24
 _HOUR_NS: Final = 3600 * 10**9
 _VERSION: Final = 1
 SHORT: Final = 0.25
-"""The part of the day's budget below which only what was asked for twice is written."""
+"""The part of the day's budget below which only part of what is offered is written."""
 LEASE: Final = 1 / 256
 """The part of the day's budget that is saved as spent ahead of its use."""
 SAVED_BYTES_MAX: Final = 4096
@@ -55,10 +55,17 @@ class WriteBudget:
         with self._lock:
             return None if self._limit is None else self._left(self._limit)
 
-    def short(self) -> bool:
-        """Whether little is left: only blocks asked for twice are worth a write."""
+    def share(self) -> float:
+        """Return the share of what is offered that the budget affords, from 0 to 1.
+
+        1 until the budget is short; below that it falls with what is left, so that writes meet what
+        the hours give back.
+        """
         with self._lock:
-            return self._limit is not None and self._left(self._limit) < SHORT * self._limit
+            if self._limit is None:
+                return 1.0
+            short = SHORT * self._limit
+            return min(self._left(self._limit) / short, 1.0) if short else 0.0
 
     def spend(self, nbytes: int) -> bool:
         """Take ``nbytes`` from the budget; False, and nothing taken, if they are not there.
