@@ -202,7 +202,7 @@ def test_an_expired_block_is_a_miss_and_the_first_to_go(name: str) -> None:
     assert catalog.changes(sequence).blocks == ((NS, digest(2), ()),)  # type: ignore[union-attr]
     assert list(catalog.snapshot()[1]) == [(NS, digest(1), (Tier.SSD,))]
     with catalog.pinned(NS, [digest(2)], [Tier.SSD]) as kept:
-        assert kept == [False]
+        assert kept == [None]
     assert catalog.check() == []
     assert catalog.evict(Tier.SSD, 1) == [goes]
     catalog.end(goes, Tier.SSD, "evicted")
@@ -226,7 +226,7 @@ def test_a_pinned_block_that_expires_stays_until_it_is_let_go() -> None:
     catalog = Catalog(Lru, now_ns=wall)
     held, other = store_block(catalog, 1, ttl=5), store_block(catalog, 2)
     with catalog.pinned(NS, [digest(1)], [Tier.SSD]) as kept:
-        assert kept == [True]
+        assert kept == [Tier.SSD]
         wall.seconds += 5
         assert catalog.residency(NS, [digest(1)]) == (None,)
         assert catalog.location(held, Tier.SSD).slot == 1
