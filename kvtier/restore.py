@@ -164,6 +164,7 @@ class RestoreSession:
         except BaseException:
             self._scope.close()  # the scope was not entered, so nobody leaves it
             raise
+        self._notes.placed(placed, self._started, self._clock(), plan.block_bytes)
         self._loaded = len(placed)
         return placed
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.plan import Step
     from kvtier.trace import Trace
 
@@ -43,6 +45,14 @@ class RestoreNotes:
         """Note that a block was loaded; ``event`` is its copy into the slot, 0 if nobody noted."""
         if event:
             self._arrived[block] = event
+
+    def placed(self, blocks: Sequence[int], begun: float, now: float, block_bytes: int) -> None:
+        """Note the copy of blocks that a device tier of the store's own had."""
+        if self._trace is not None and blocks:
+            self._trace.add(
+                "copy", "device", begun, now, session=self.number, start=min(blocks),
+                stop=max(blocks) + 1, nbytes=len(blocks) * block_bytes,
+            )  # fmt: skip
 
     def waits(self, now: float) -> None:
         """Note that the compute side has nothing to do from now on."""

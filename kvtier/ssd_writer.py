@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.base import Location, Record
     from kvtier.tiers.ssd import SsdTier
     from kvtier.tiers.write_budget import WriteBudget
+    from kvtier.trace import Trace
 
 __all__ = ["Purged", "SsdWriter"]
 
@@ -72,7 +73,11 @@ class SsdWriter:
         metrics: Metrics,
         *,
         failed: Callable[[BaseException], None],
+        clock: Callable[[], float],
+        trace: Trace | None = None,
     ) -> None:
+        self._clock = clock
+        self._trace = trace
         self._catalog = catalog
         self._ssd = ssd
         self._rule = WriteRule(budget)
@@ -81,7 +86,7 @@ class SsdWriter:
         self._mover: Mover
         self._work = threading.Condition()
         self._writes: deque[PendingWrite] = deque()
-        self._commits: deque[tuple[PendingWrite, Future[Location | None]]] = deque()
+        self._commits: deque[tuple[PendingWrite, Future[Location | None], float]] = deque()
         self._committing = False
         self._full = False  # writes have had to evict: some room is kept ahead of them
         self._written = False  # the write lane has ended: nothing more comes to be committed
@@ -162,7 +167,7 @@ class SsdWriter:
         for lane in self._lanes:
             lane.join()
         with self._work:
-            left = [*self._writes, *(write for write, _ in self._commits)]
+            left = [*self._writes, *(write for write, _, _ in self._commits)]
             self._writes.clear()
             self._commits.clear()
             self._work.notify_all()  # a commit lane that waited for a write that hangs
@@ -234,18 +239,17 @@ class SsdWriter:
                 new.append(write)
         if not new:
             return
-        places = self._place(new)
-        started = []
+        places, begun, started = self._place(new), self._clock(), []
         for write, where in zip(new, places, strict=True):
             if where is None:
                 self._give_up(write, "decline")
             else:
                 payload = self._mover.payload(write.row)
-                started.append((write, self._ssd.store(write.record, payload, where)))
+                started.append((write, self._ssd.store(write.record, payload, where), begun))
         with self._work:
             self._commits.extend(started)
             self._work.notify_all()
-        for _, stored in started:
+        for _, stored, _ in started:
             stored.add_done_callback(self._stored)
 
     def _give_up(self, write: PendingWrite, what: str) -> None:
@@ -393,23 +397,39 @@ class SsdWriter:
             batch = [self._commits.popleft() for _ in range(self._stored_blocks())]
             self._committing = True
             self._work.notify_all()
-        self._commit([write for write, _ in batch], [stored.result() for _, stored in batch])
+        self._commit(
+            [write for write, _, _ in batch],
+            [stored.result() for _, stored, _ in batch],
+            [begun for *_, begun in batch],
+        )
         with self._work:
             self._committing = False
             self._work.notify_all()
         return True
 
+    def _note(self, record: Record, begun: float) -> None:
+        if self._trace is not None:
+            self._trace.add(
+                "write", "write", begun, self._clock(), start=record.position,
+                stop=record.position + 1, nbytes=record.payload_bytes,
+            )  # fmt: skip
+
     def _stored_blocks(self) -> int:
         """Return how many blocks are worth a commit now: all, or enough of those in flight."""
         stored = nbytes = 0
-        for write, future in self._commits:
+        for write, future, _ in self._commits:
             if not future.done():
                 return stored if nbytes >= GROUP_BYTES_MIN else 0
             stored += 1
             nbytes += write.record.payload_bytes
         return stored
 
-    def _commit(self, writes: Sequence[PendingWrite], placed: Sequence[Location | None]) -> None:
+    def _commit(
+        self,
+        writes: Sequence[PendingWrite],
+        placed: Sequence[Location | None],
+        begun: Sequence[float],
+    ) -> None:
         records = [write.record for write in writes]
         uses = self._catalog.uses(USES_PER_COMMIT_MAX)
         size = self._ssd.slot_bytes(records[0])
@@ -419,10 +439,11 @@ class SsdWriter:
         self._end(rows, "evicted" if committed else "keep")
         if rows:
             self._ssd.reclaim(size, self._ahead())
-        for write, where in zip(writes, durable, strict=True):
+        for write, where, begun_s in zip(writes, durable, begun, strict=True):
             if where is None:
                 self._catalog.end(write.row, Tier.SSD, "abort")
             else:
+                self._note(write.record, begun_s)
                 self._catalog.commit(write.row, Tier.SSD, where)
                 self._metrics.add("ssd_written_blocks")
                 self._metrics.add("ssd_written_bytes", where.slot_bytes)

@@ -194,8 +194,9 @@ class Store(StoreView):
             block_bytes=block_bytes, host_blocks_max=host_blocks_max, device=device, undo=undo,
         )  # fmt: skip
         self._writer = SsdWriter(
-            catalog, self._ssd, self._budget, config, metrics, failed=weakly(self._lane_failed)
-        )
+            catalog, self._ssd, self._budget, config, metrics,
+            failed=weakly(self._lane_failed), clock=self._clock, trace=self._trace,
+        )  # fmt: skip
         self._writeback = Writeback(
             catalog, self._writer, config, metrics,
             host_blocks_max=host_blocks_max, failed=weakly(self._fail),

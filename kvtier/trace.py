@@ -9,6 +9,8 @@ names lower ids.
     host     copy 7            ====        after (read 7)
     compute  recompute [0, 2) ==========   after (what brought or computed all before it)
     compute  wait                       == after ()   the compute side had nothing to do
+    device   copy [9, 12)  =               after ()   from a device tier that the store owns
+    write    write 3            =======    after ()   until it is durable on the SSD
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["EVENTS_MAX", "LANES", "Trace", "TraceEvent", "TraceLane", "What", "lane_order"]
 
 What = Literal["read", "copy", "recompute", "wait", "write"]
-TraceLane = Literal["compute", "host", "ssd", "write"]
+TraceLane = Literal["compute", "device", "host", "ssd", "write"]
 LANES: Final[tuple[TraceLane, ...]] = get_args(TraceLane)
 
 EVENTS_MAX: Final = 1 << 18

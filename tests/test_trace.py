@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import WAIT_S, bring_back, poisoned_slots, prompt_keys, put
 
 from kvtier.chakra import from_chakra, to_chakra
 from kvtier.errors import FormatError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 MICROSECOND = 1e-6
 DONE_BY: dict[TraceLane, What] = {
-    "compute": "recompute", "host": "copy", "ssd": "read", "write": "write"
+    "compute": "recompute", "device": "copy", "host": "copy", "ssd": "read", "write": "write"
 }  # fmt: skip
 
 
@@ -45,9 +46,7 @@ def traces(draw: st.DrawFn) -> list[TraceEvent]:
         events.append(
             TraceEvent(
                 id=event,
-                what={"compute": "recompute", "host": "copy", "ssd": "read", "write": "write"}[
-                    lane
-                ],  # type: ignore[arg-type]
+                what=DONE_BY[lane],
                 lane=lane,
                 begin_s=min(max(begin, ready), now),
                 end_s=now,
@@ -333,3 +332,61 @@ def test_replay_shows_what_a_faster_link_would_be_worth() -> None:
     assert max(event.end_s for event in again) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="positive"):
         replay(trace.events, {"ssd": 0.0})
+
+
+# -- what a store notes
+
+
+def test_a_store_notes_reads_copies_steps_and_writes_with_what_they_follow(open_store: Any) -> None:
+    """Each block's write; then a restore: a copy after its read, a step after what it builds on."""
+    trace = Trace()
+    store = open_store(host_bytes=0, trace=trace)
+    keys = prompt_keys(6)
+    put(store, keys)
+    store.flush()
+    nbytes = store.spec.block_layout.block_bytes
+    writes = [event for event in trace.events if event.what == "write"]
+    assert sorted(event.start for event in writes) == list(range(6))
+    assert {event.nbytes for event in writes} == {nbytes}
+    trace.clear()
+
+    residency = store.lookup(keys)
+    tiers = [tier if block != 2 else None for block, tier in enumerate(residency.tiers)]
+    plan = store.plan(replace(residency, tiers=tuple(tiers)), way="load")
+    assert bring_back(store, keys, plan=plan).recomputed == [2]
+    by_id = {event.id: event for event in trace.events}
+    assert {event.session for event in by_id.values()} == {1}
+    of = {what: [e for e in by_id.values() if e.what == what] for what in ("read", "copy")}
+    for what, events in of.items():
+        assert sorted(event.start for event in events) == [0, 1, 3, 4, 5], what
+    for copy in of["copy"]:
+        (read,) = (by_id[name] for name in copy.after)
+        assert (read.what, read.start, copy.nbytes) == ("read", copy.start, nbytes)
+        assert read.end_s <= copy.begin_s
+    (step,) = (event for event in by_id.values() if event.what == "recompute")
+    assert (step.start, step.stop) == (2, 3)
+    assert sorted(by_id[name].start for name in step.after) == [0, 1]
+    assert from_chakra(to_chakra(trace.events))
+    assert max(event.end_s for event in replay(trace.events)) > 0
+
+
+def test_a_store_notes_layers_and_its_own_device_tier(open_store: Any) -> None:
+    """A layer of all blocks is one copy; what lay on the device is one from there."""
+    trace = Trace()
+    store = open_store(device="cpu", device_bytes="1MiB", trace=trace)
+    keys = prompt_keys(5)
+    put(store, keys)
+    store.flush()
+    trace.clear()
+    plan = store.plan(store.lookup(keys), way="load")
+    with store.restore(plan, poisoned_slots(5), layerwise=True) as session:
+        assert session.next_step(WAIT_S) is None
+    nbytes = store.spec.block_layout.block_bytes
+    layers = [event for event in trace.events if event.lane == "host"]
+    assert [(e.start, e.stop) for e in layers] == [(0, 5)] * store.spec.layers
+    assert sum(event.nbytes for event in layers) == 5 * nbytes
+    trace.clear()
+    assert store.prefetch(keys, tier="device").result(WAIT_S) == 5
+    bring_back(store, keys)
+    (owned,) = (event for event in trace.events if event.lane == "device")
+    assert (owned.start, owned.stop, owned.nbytes) == (0, 5, 5 * nbytes)
