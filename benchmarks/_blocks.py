@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -38,6 +38,13 @@ SHAPES: Final = {
     32: (32, 8, 128),  # Llama-3-8B
 }
 """Layers, KV heads and head width by the MiB of a block of 256 bfloat16 tokens."""
+BY_TURNS: Final[dict[str, Any]] = {
+    "policy": "lru",
+    "host_high_water": 1.0,
+    "host_low_water": 1.0,
+}
+"""Settings under which the prompt used last fills host memory, and each pushes the other one out:
+nothing is kept for its worth, nothing let go ahead of need."""
 COLD_PROMPTS: Final = 2
 """Prompts that are read in turn: each pushes the other one out of host memory."""
 
@@ -88,6 +95,7 @@ class Subject:
             self.spec,
             host_bytes=round(host * self.bytes),
             ssd_bytes=round(prompts * self.record_bytes) + (SLACK_BYTES if prompts else 0),
+            **BY_TURNS,
         )
 
     def shape(self, store: Store, *, writes: bool) -> Shape:

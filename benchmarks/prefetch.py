@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import torch
-from _blocks import COLD_PROMPTS, MIB, WAIT_S_MAX, Subject, counter, segments
+from _blocks import BY_TURNS, COLD_PROMPTS, MIB, WAIT_S_MAX, Subject, counter, segments
 from _disk import arena, drop_cache, file_system, need_free, work_folder
 from _harness import NO_BAR, Bar, Bench, Ratio, Trial, interleave, parse
 
@@ -97,6 +97,7 @@ def prefetched(bench: Bench, folder: Path, subject: Subject, rate: float | None)
                 host_bytes=subject.bytes,
                 ssd_bytes=2 * COLD_PROMPTS * subject.record_bytes,
                 links=links,
+                **BY_TURNS,
             )
         )
         prompts = Prompts(subject, store)
@@ -167,8 +168,9 @@ def shared(bench: Bench, folder: Path, subject: Subject) -> None:
         prompts = Prompts(subject, store)
         # A few sets of slots are shared, of bytes that are the same anyway: 64 would not fit here.
         slots = [kvtier.TensorSlots.empty(subject.spec, subject.blocks) for _ in range(8)]
-        with bench.progress("one prefix, many restores", bench.options.pairs) as tick:
-            for _ in range(bench.options.pairs):
+        rounds = bench.options.pairs + 1  # a series decides by its steps from one to the next
+        with bench.progress("one prefix, many restores", rounds) as tick:
+            for _ in range(rounds):
                 alone = prompts.unhinted().seconds
                 copy = min(copy_s(subject) for _ in range(3))
                 keys, before = prompts.cold(), counter(store, "ssd_read_blocks")
