@@ -305,7 +305,10 @@ class Subject:
             "steps_s": meter.steps,
         }
         trial = Trial(seconds, meter.watch.held, detail)
-        return Restored(trial, plan, believed, [] if trace is None else trace.events)
+        events = [] if trace is None else trace.events
+        last = max((event.session for event in events), default=0)  # those before it calibrated
+        mine = [event for event in events if event.session == last]
+        return Restored(trial, plan, believed, mine)
 
     def _check(self, blocks: int, cache: kvtier_hf.KVTierCache) -> None:
         stop = blocks * BLOCK

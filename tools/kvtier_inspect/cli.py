@@ -32,7 +32,7 @@ app: Final = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-NICENESS: Final = 10
+NICENESS: Final = 19
 """How far a command steps back where cores are scarce: the engine beside it goes first."""
 looking.declare(app)
 asking.declare(app)
