@@ -438,11 +438,12 @@ def test_a_store_that_nobody_holds_is_closed(open_store: Open, store_path: str, 
 # -- forks
 
 FORKED = """
-import gc, multiprocessing, os, random, signal, sys, threading, warnings
+import gc, logging, multiprocessing, os, random, signal, sys, threading, warnings
 import kvtier
 from support import *
 warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, from Python 3.12 on
 folder = sys.argv[1]
+logging.getLogger("kvtier.store").setLevel(logging.ERROR)  # a budget as small as this is said
 store = kvtier.open(f"{folder}/s", SPEC, host_bytes=6 * HOST_SLOT_BYTES, **tiny_budget(40))
 reader = kvtier.open_reader(f"{folder}/s", SPEC)
 keys, other = prompt_keys(5), prompt_keys(3, seed=1)
