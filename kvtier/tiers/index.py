@@ -42,6 +42,9 @@ INDEX_COMMIT_BYTES_MAX: Final = 1 << 20
 """What one commit may add to the index file before the tier looks at its size again."""
 SNAPSHOT_TRIES: Final = 3
 """How often a snapshot starts over because the journal lost what changed while it was read."""
+ONLOOKER_TRIES: Final = 20
+"""The same for an onlooker, whose process may also end at a torn page: beside a busy writer no
+rare event."""
 _KEYS: Final = np.dtype({"names": ["key"], "formats": ["S64"], "itemsize": ENTRY.itemsize})
 
 
@@ -253,7 +256,8 @@ class LmdbIndexReader:
     def snapshot(self) -> tuple[int, Entries]:
         """Return a sequence number and all entries as of then; ``FormatError`` if unreadable."""
         failure: OSError | None = None
-        for _ in range(SNAPSHOT_TRIES):
+        onlooker = self._bytes_max == keeper.ONLOOKER
+        for _ in range(ONLOOKER_TRIES if onlooker else SNAPSHOT_TRIES):
             link = self._usable()
             try:
                 birth, sequence, entries = _walked(link)
@@ -262,7 +266,7 @@ class LmdbIndexReader:
                 changes = self._since(link, sequence)
             except OSError as error:
                 failure = error
-                if self._bytes_max != keeper.ONLOOKER:
+                if not onlooker:
                     break
                 continue  # a page that is written anew under an onlooker may end its process
             if changes is not None:

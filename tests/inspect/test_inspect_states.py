@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -207,7 +208,8 @@ def run_without_privileges(command: str, path: Path) -> subprocess.CompletedProc
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_read_only_mount_can_be_looked_at(command: str, small: Path) -> None:
     """Where nothing can be written nothing needs to be."""
-    where, program = str(small), f"{sys.executable} -m kvtier_inspect.cli {command} {small}"
+    where, python = shlex.quote(str(small)), shlex.quote(sys.executable)
+    program = f"{python} -m kvtier_inspect.cli {command} {where}"
     mount = f"mount --bind {where} {where} && mount -o remount,ro,bind {where}"
     script = f"({mount}) 2>/dev/null || exit 77; touch {where}/x 2>/dev/null && exit 78; {program}"
     if not shutil.which("unshare"):
