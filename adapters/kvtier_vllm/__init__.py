@@ -1,0 +1,15 @@
+"""kvtier for vLLM: a KV connector, and a scheduler that recomputes a head while its tail loads.
+
+::
+
+    vllm serve MODEL --scheduler-cls kvtier_vllm.scheduler.HybridScheduler --kv-transfer-config '{
+        "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": "/nvme/kvtier", "host_bytes": "32GiB"}}'
+
+Nothing here imports vLLM; its modules ``connector``, ``scheduler`` and ``stats`` do.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
