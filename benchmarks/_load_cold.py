@@ -71,8 +71,7 @@ class ColdLoad:
         self._ids = [tokens(prompt) for prompt in self.prompts]
         self._memory = arena(self.blocks * self._size).view(np.uint64)
         self._passes = 0
-        self.damaged = 0
-        self.wrong = 0
+        self.right = self.wrong = self.damaged = 0
         for ids in self._ids:
             keys, tail = store.keys(ids), range(self.head, PROMPT_BLOCKS)
             found = store.put(keys, content.source(keys), blocks=tail).result(WAIT_S_MAX)
@@ -151,6 +150,7 @@ class ColdLoad:
         # What failed was not written, so that it differs: it is a damaged read, not a wrong one.
         self.damaged += failed
         self.wrong += differing - failed
+        self.right += self.blocks - differing
         return self.blocks - differing
 
 

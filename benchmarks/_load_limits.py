@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from kvtier.store import Store
 
-MIB: Final = 1 << 20
-MEMCPY_BYTES: Final = 256 * MIB
 NOT_WORK: Final = (3, 4, 8, 9)
 """Columns of /proc/stat that are no work of others: idle, waiting for I/O, and guests, which are
 counted before already."""
@@ -68,7 +66,7 @@ def limits(folder: Path, store: Store, blocks: int) -> Iterator[Callable[[], Lim
     """Yield what measures the limits, over so many records of a store's."""
     shape = shape_of(store, blocks, writes=True)
     nbytes = shape.blocks * shape.payload_bytes
-    source, copy = arena(MEMCPY_BYTES), arena(MEMCPY_BYTES)
+    source, copy = arena(nbytes), arena(nbytes)
     folder.mkdir()
     with RawDisk(folder, shape) as raw:
         raw.fresh()
@@ -79,7 +77,7 @@ def limits(folder: Path, store: Store, blocks: int) -> Iterator[Callable[[], Lim
             begun = time.perf_counter()
             np.copyto(copy, source)
             copied_s = time.perf_counter() - begun
-            return Limits(nbytes / raw.read(), nbytes / raw.overwrite(), MEMCPY_BYTES / copied_s)
+            return Limits(nbytes / raw.read(), nbytes / raw.overwrite(), nbytes / copied_s)
 
         yield once
 
