@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from _blocks import SLACK_BYTES, segments
 from _disk import RawDisk, arena, drop_cache, process_cpu_s
-from _harness import NO_BAR, Bar, Bench, Ratio, Trial, interleave
+from _harness import ATTEMPTS_MAX, NO_BAR, Bar, Bench, Ratio, Trial, interleave
 from _load_content import Content, spoil, target
 from _load_limits import Others, shape_of
 from _load_run import LOOKUPS_PER_S, STEP_BLOCKS_MAX, WAIT_S_MAX, Scheduler, drive, load
@@ -143,7 +143,10 @@ class ColdLoad:
         """Return how many blocks are right; what differs though it was restored is wrong."""
         differing = sum(
             self._content.differing(
-                self.store.keys(ids), self._piece(number), range(self.head, PROMPT_BLOCKS), self.head
+                self.store.keys(ids),
+                self._piece(number),
+                range(self.head, PROMPT_BLOCKS),
+                self.head,
             )
             for number, ids in enumerate(self._ids)
         )
@@ -188,7 +191,8 @@ def cold(bench: Bench, folder: Path, content: Content, spec: KVSpec, pass_bytes:
             ways: dict[str, Callable[[], Trial]] = {"raw": alone, "store": run, "again": run}
             for way in ways.values():
                 way()
-            trials = interleave(ways, pairs, tick)
+            attempts = 1 if bench.options.smoke else ATTEMPTS_MAX
+            trials = interleave(ways, pairs, tick, attempts)
     add(bench, trials)
     bench.record(
         "cold", trials, model=spec.model, blocks=made.blocks, restored_blocks=made.tail,

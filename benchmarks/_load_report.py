@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from _load_run import Seen
 
 GIB: Final = 1 << 30
-COLUMNS: Final = ("workload", "call", "calls", "p50", "p95", "p99", "GB/s", "of raw")
+COLUMNS: Final = ("workload", "call", "calls", "p50", "p95", "p99", "GB/s", "raw")
+CAPTION: Final = (
+    "p50, p95, p99 in ms; restores from when they came. host, ssd: GiB restored from there. raw: "
+    "how long the disk alone takes for the same bytes / how long it took. s/GiB: CPU. others: the "
+    "part of all cores that other processes had."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +134,27 @@ def outcome(name: str, what: str, seen: Seen, **measured: Any) -> Outcome:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return three rows a workload: lookup, restore, put; what they have in common beside them."""
-    made = Table(title="load, by workload (p50, p95, p99 in ms)", box=SIMPLE, pad_edge=False)
+    made = Table(title="load, by workload", caption=CAPTION, box=SIMPLE, pad_edge=False)
     for column in COLUMNS:
         left = column in ("workload", "call")
         made.add_column(column, no_wrap=True, justify="left" if left else "right")
     for each in outcomes:
-        cost = "-" if each.core_s_per_gib is None else f"{each.core_s_per_gib:.2f} s"
-        of_raw = f"{each.disk_share:.2f}"
-        tiers = f"host {each.host_bytes / GIB:.1f} ssd {each.ssd_bytes / GIB:.1f} GiB"
+        cost = "no bytes" if each.core_s_per_gib is None else f"{each.core_s_per_gib:.2f} s/GiB"
+        tiers = f"host {each.host_bytes / GIB:.1f} ssd {each.ssd_bytes / GIB:.1f}"
         restored, put = f"{each.restore_rate / 1e9:.2f}", f"{each.put_rate / 1e9:.2f}"
-        made.add_row(each.name, *_row("lookup", each.lookup_s), "", "", style="bold")
-        made.add_row(f"  hit {each.hit_rate:.0%}: {tiers}", *_row("restore", each.ready_s),
-                     restored, of_raw)  # fmt: skip
-        made.add_row(f"  CPU {cost}/GiB, others {each.others:.0%}",
-                     *_row("put", each.released_s), put, "")  # fmt: skip
+        rows = (
+            (each.name, *_row("lookup", each.lookup_s), "", f"{each.disk_share:.2f}"),
+            (f"hit {each.hit_rate:.0%} {tiers}", *_row("restore", each.ready_s), restored, ""),
+            (f"{cost} others {each.others:.0%}", *_row("put", each.released_s), put, ""),
+        )
+        for row in rows:
+            made.add_row(*row, end_section=row is rows[-1])
     return made
 
 
 def _row(call: str, seconds: Sequence[float]) -> tuple[str, ...]:
-    shown = [f"{1e3 * each:.2f}" if each < 0.01 else f"{1e3 * each:.0f}"
-             for each in percentiles(seconds)]  # fmt: skip
+    ms = [1e3 * each for each in percentiles(seconds)]
+    shown = [f"{each:.2f}" if each < 10 else f"{each:.0f}" for each in ms]
     return call, str(len(seconds)), *(shown or ["-"] * 3)
 
 
@@ -162,7 +168,7 @@ class Blocks:
 
 
 def verdict(ratios: Sequence[Ratio], outcomes: Sequence[Outcome], blocks: Blocks) -> str:
-    """Say in one sentence what was found; wrong bytes come first, since nothing else counts then."""
+    """Say in one sentence what was found; if bytes are wrong nothing else counts."""
     if blocks.wrong:
         return (
             f"WRONG BYTES: {blocks.wrong} restored blocks differ from what was stored; "

@@ -43,12 +43,10 @@ if TYPE_CHECKING:
     from kvtier.identity import KVSpec
     from kvtier.store import Store
 
-ENGINE_BYTES_MAX: Final = 2 << 30
-"""Memory of all clients together; longer prompts are cut to what fits."""
 RAW_BYTES: Final = 512 << 20
 """What a raw pass moves."""
 DISK_SHARE: Final = 0.5
-"""Bytes asked for a second / what the disk alone could read, unless a rate is given."""
+"""Bytes asked for a second / what the disk alone reads or writes, the less, if no rate is given."""
 SEED: Final = 7
 
 
@@ -57,7 +55,8 @@ class Workload:
     """What is asked of which store, and how.
 
     ``host`` and ``ssd`` are sizes, or parts of the working set. ``filled``: every shared text was
-    stored before the clock starts. ``rate`` 0: half of what the disk alone could read.
+    stored before the clock starts. ``rate`` 0: half of what the disk alone could do. ``memory`` is
+    what all clients have together: prompts that would not fit are cut.
     """
 
     name: str
@@ -72,6 +71,7 @@ class Workload:
     host: str = "25%"
     ssd: str = "150%"
     policy: str = "priced"
+    memory: str = "2GiB"
     corrupt: int = 0
 
     def __post_init__(self) -> None:
@@ -129,7 +129,10 @@ def built_in(times: int) -> list[Workload]:
             "turns", arrivals="bursty", requests=requests, lengths=length, ssd="60%",
             sharing=Sharing(system=4, turns=5),
         ),
-        Workload("trace", requests=requests, trace="conversation", host="10%", ssd="60%"),
+        Workload(
+            "trace", requests=100 * times or 24, trace="conversation", host="10%", ssd="60%",
+            memory="2GiB" if times else "64MiB",
+        ),
     ]  # fmt: skip
 
 
@@ -168,11 +171,12 @@ class _Sizes:
 
 def _sized(workload: Workload, spec: KVSpec) -> tuple[_Sizes, list[Prompt]]:
     layout = spec.block_layout
-    room = ENGINE_BYTES_MAX // (workload.clients * layout.block_bytes)
+    memory = parse_bytes("memory", workload.memory)
+    room = memory // (workload.clients * layout.block_bytes)
     if not room:
         raise SystemExit(
-            f"clients: {workload.clients} blocks of {layout.block_bytes >> 20} MiB do not fit into "
-            f"{ENGINE_BYTES_MAX >> 30} GiB: fewer clients, or a smaller shape"
+            f"memory: {workload.clients} clients' blocks of {layout.block_bytes} bytes do not fit "
+            f"into {workload.memory}: more memory, fewer clients, or a smaller shape"
         )
     asked = workload.asked(room)
     longest = max(map(len, asked))
@@ -190,9 +194,7 @@ def _sized(workload: Workload, spec: KVSpec) -> tuple[_Sizes, list[Prompt]]:
     return sizes, asked
 
 
-def run(
-    bench: Bench, folder: Path, workload: Workload, spec: KVSpec, content: Content
-) -> Outcome:
+def run(bench: Bench, folder: Path, workload: Workload, spec: KVSpec, content: Content) -> Outcome:
     """Fill a store, let the clients loose, and return what they saw."""
     sizes, asked = _sized(workload, spec)
     layout = spec.block_layout
@@ -218,7 +220,7 @@ def run(
             corrupt(store, workload.corrupt)
         measured = [raw()]
         mean_bytes = sum(map(len, asked)) / len(asked) * layout.block_bytes
-        rate = workload.rate or DISK_SHARE * measured[0].read / mean_bytes
+        rate = workload.rate or DISK_SHARE * min(measured[0].read, measured[0].write) / mean_bytes
         drop_cache(segments(store))
         seen = _clients(workload, store, engine, asked, rate, tick)
         measured.append(raw())
@@ -273,7 +275,8 @@ def _clients(
 
 def _what(workload: Workload, sizes: _Sizes, rate: float, requests: int) -> str:
     asked = workload.trace or f"{workload.lengths} tokens, {workload.sharing}"
-    when = "closed loop" if workload.arrivals == "closed" else f"{workload.arrivals} {rate:.2f}/s"
+    kind = "as recorded" if workload.trace else workload.arrivals
+    when = "closed loop" if workload.arrivals == "closed" else f"{kind}, {rate:.2f} requests/s"
     return (
         f"{requests} requests, {workload.clients} clients, {when}; {asked}; prompts up to "
         f"{sizes.blocks_max} blocks; working set {sizes.working_set >> 20} MiB, host "

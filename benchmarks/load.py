@@ -9,7 +9,7 @@ restored is compared; what differs, or cannot be read, is in no throughput.
   once the clock has stopped. ``lookup_p99_ms``: keys + lookup of 8K tokens meanwhile.
 * One row a workload: popular texts larger than host memory, popular texts larger than the SSD
   budget, conversations, a public trace; clients compare between requests, and that CPU time is
-  left out. "of raw" is how long the disk alone would have taken for the same bytes.
+  left out. "raw" is how long the disk alone would have taken for the same bytes / how long it took.
 
 An option that describes a workload (``--lengths``, ``--share``, ``--trace``, ...) runs that one
 instead.
@@ -18,19 +18,19 @@ instead.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from _disk import file_system, need_free, work_folder
 from _harness import Bench, Options, parse
-from _load_cold import cold
+from _load_cold import ColdLoad, cold
 from _load_content import PRESETS, Content, spec_of
 from _load_report import Blocks, Outcome, table, verdict
 from _load_workloads import Workload, built_in, run, yours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 PARTS: Final = ("vs_raw", "texts", "budget", "turns", "trace")
 MIB: Final = 1 << 20
@@ -46,13 +46,14 @@ VALUES: Final = {
     "share": "system:TOKENS, zipf:S, prefixes:N, fresh:PART; or turns:N; comma-separated",
     "trace": "conversation, synthetic, agentic or agentic-users, instead of lengths and share",
     "arrivals": "poisson, fixed, bursty or closed",
-    "rate": "requests a second (default: half of what the disk alone could read)",
+    "rate": "requests a second (default: half of what the disk alone could do)",
     "think": "seconds that a client of a closed loop waits before it asks again",
     "clients": "how many requests are served at once",
     "requests": "how many requests there are",
     "host": "host_bytes: a size, or a part of the working set such as 25%%",
     "ssd": "ssd_bytes, likewise",
     "policy": "the store's policy",
+    "memory": "of all clients together (default: 2GiB); longer prompts are cut",
     "corrupt": "flip a byte in so many stored blocks first: damaged reads must be found out",
 }
 
@@ -80,7 +81,7 @@ def measure(bench: Bench, folder: Path, workloads: Sequence[Workload]) -> list[O
     return outcomes
 
 
-def against_raw(bench: Bench, folder: Path) -> Any:
+def against_raw(bench: Bench, folder: Path) -> ColdLoad:
     """Measure the two numbers that have bars."""
     options = bench.options
     spec = spec_of(options.values["shape"] or (SMOKE_SHAPE if options.smoke else COLD_SHAPE))
