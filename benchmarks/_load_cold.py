@@ -118,10 +118,10 @@ class ColdLoad:
                 seen.failed += failed
 
         others, cpu_s = Others(), process_cpu_s()
-        with Scheduler(self.store, self.prompts, LOOKUPS_PER_S) as lookups:
+        with Scheduler(self.store, self.prompts, LOOKUPS_PER_S) as scheduler:
             begun = drive(serve, len(order), CLIENTS, dues=dues)
         cpu_s, share = process_cpu_s() - cpu_s, others.share()
-        right = self._compare(seen.failed)
+        right, lookups = self._compare(seen.failed), scheduler.latencies_s
         gib = right * self._size / GIB
         detail = {
             "gib": gib,
@@ -132,6 +132,7 @@ class ColdLoad:
             "lookup_from_due_ms": [1e3 * each for each in percentiles([due for _, due in lookups])],
             "request_lookup_ms": [1e3 * each for each in percentiles(seen.lookup_s)],
             "lookups": len(lookups),
+            "core_wait_ms_per_lookup": 1e3 * scheduler.watch.delay_s / len(lookups),
         }
         return Trial((seen.ended - begun) / gib, 1.0 - share, detail)
 

@@ -11,10 +11,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from _disk import arena
+from _harness import Stopwatch
 from _load_content import spoil, target
 from _load_work import BLOCK, tokens
 
@@ -197,7 +198,8 @@ def load(store: Store, plan: RestorePlan, slots: Any) -> tuple[list[int], int]:
 class Scheduler:
     """Lookups at a rate of their own while a scope lasts, as an engine's scheduler makes them.
 
-    ``latencies_s`` has for each (keys + lookup, from when it was due to its end).
+    ``latencies_s`` has for each (keys + lookup, from when it was due to its end); ``watch`` tells
+    how long the thread waited for a core, all in all.
     """
 
     def __init__(self, store: Store, prompts: Sequence[Prompt], per_s: float) -> None:
@@ -207,16 +209,21 @@ class Scheduler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="scheduler")
         self.latencies_s: list[tuple[float, float]] = []
+        self.watch = Stopwatch()
 
-    def __enter__(self) -> list[tuple[float, float]]:
+    def __enter__(self) -> Self:
         self._thread.start()
-        return self.latencies_s
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(WAIT_S_MAX)
 
     def _work(self) -> None:
+        with self.watch:
+            self._look_up()
+
+    def _look_up(self) -> None:
         store, started, number = self._store, time.perf_counter(), 0
         while not self._stop.is_set():
             due = started + number / self._per_s
