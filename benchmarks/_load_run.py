@@ -210,6 +210,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler")
         self.latencies_s: list[tuple[float, float]] = []
         self.watch = Stopwatch()
+        self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -218,10 +219,15 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(WAIT_S_MAX)
+        if self._failure is not None:
+            raise self._failure
 
     def _work(self) -> None:
-        with self.watch:
-            self._look_up()
+        try:
+            with self.watch:
+                self._look_up()
+        except BaseException as error:  # noqa: BLE001 - raised again where the scope ends
+            self._failure = error
 
     def _look_up(self) -> None:
         store, started, number = self._store, time.perf_counter(), 0

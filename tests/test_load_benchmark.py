@@ -412,6 +412,24 @@ def test_a_damaged_read_is_no_throughput(
     assert (served.right, served.wrong, served.failed) == (4, 0, 2)
 
 
+def test_a_lookup_that_fails_beside_the_load_ends_the_run(work: Any, clients: Any) -> None:
+    """Its error is raised where the scope ends."""
+
+    class Broken:
+        def keys(self, ids: Any) -> Any:
+            """Return anything."""
+            return ids
+
+        def lookup(self, _: Any) -> Any:
+            """Fail."""
+            raise ZeroDivisionError
+
+    asked = work.prompts(work.Sharing(), [1], 1, seed=1)
+    with pytest.raises(ZeroDivisionError), clients.Scheduler(Broken(), asked, 1000.0) as scheduler:
+        scheduler._thread.join(30)
+    assert scheduler.latencies_s == []
+
+
 def test_a_cold_pass_counts_right_blocks_only(
     work: Any, kv: Any, workloads: Any, content: Any, tmp_path: Path
 ) -> None:
