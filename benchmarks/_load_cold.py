@@ -99,7 +99,7 @@ class ColdLoad:
         dues = arrivals("poisson", rate, len(order), self._passes)
         seen, lock = Pass(), threading.Lock()
 
-        def serve(number: int, due: float, _: int) -> None:
+        def serve(number: int, due: float, client: int) -> None:  # noqa: ARG001 - one memory a request
             begun = time.perf_counter()
             keys = self.store.keys(self._ids[order[number]])
             residency = self.store.lookup(keys)
