@@ -272,10 +272,18 @@ class Bench:
         self.console = Console(stderr=options.json == "-")
 
     @contextmanager
-    def progress(self, description: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a bar; what is yielded moves it on by one."""
+    def progress(
+        self, description: str, total: int, per_s: float = 10.0
+    ) -> Iterator[Callable[[], None]]:
+        """Show a bar; what is yielded moves it on by one. ``per_s``: how often it is drawn.
+
+        Drawing holds the interpreter for a millisecond or two, which a latency's tail may show.
+        """
         columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as bar:
+        columns = (*columns, TimeElapsedColumn())
+        with Progress(
+            *columns, console=self.console, transient=True, refresh_per_second=per_s
+        ) as bar:
             task = bar.add_task(description, total=total)
             yield lambda: bar.advance(task)
 
