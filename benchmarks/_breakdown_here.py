@@ -213,8 +213,8 @@ def summary(
     }  # fmt: skip
 
 
-def ssd_rate(bench: Bench, folder: Path, subject: Subject) -> float:
-    """Measure cold reads from the SSD into host memory, checksums on; returns bytes/s."""
+def ssd_rate(bench: Bench, folder: Path, subject: Subject) -> tuple[float, float]:
+    """Measure cold reads from the SSD into host memory; returns bytes/s and the A/A spread."""
     with cold_reads(subject, folder) as (reads, store):
         bench.settings["io"] = io_mode(store)
         trials = series(
@@ -223,9 +223,9 @@ def ssd_rate(bench: Bench, folder: Path, subject: Subject) -> float:
         )  # fmt: skip
     gb = subject.bytes / 1e9
     rate = gb / statistics.median(trial.seconds for trial in trials["store"])
-    spread = rate * spread_of(trials["store"], trials["again"])
-    bench.add(Ratio("ssd_read_gb_per_s", rate, NO_BAR, spread, len(trials["store"])))
-    return rate * 1e9
+    spread = spread_of(trials["store"], trials["again"])
+    bench.add(Ratio("ssd_read_gb_per_s", rate, NO_BAR, rate * spread, len(trials["store"])))
+    return rate * 1e9, spread
 
 
 # -- lookup
@@ -255,9 +255,7 @@ def lookup_ms(
         store.put(store.keys(ids), slots).result(WAIT_S_MAX)
         ways = {str(tokens): partial(one_lookup, store, ids[:tokens]) for tokens in lengths}
         ways["again"] = ways[str(longest)]
-        trials = series(
-            bench, "lookup", ways, block_tokens=block_tokens, lengths=list(lengths)
-        )
+        trials = series(bench, "lookup", ways, block_tokens=block_tokens, lengths=list(lengths))
     return {
         tokens: 1e3 * statistics.median(trial.seconds for trial in trials[str(tokens)])
         for tokens in lengths
@@ -285,23 +283,24 @@ def read_by_block_tokens(
 
     Each size by turns with 256 tokens; what is returned is that of 256, times the ratio.
     """
-    tokens = max(max(block_tokens), nbytes // model.kv_token_bytes)
+    tokens = max(*block_tokens, nbytes // model.kv_token_bytes)
     tokens -= tokens % max(block_tokens)
-    rates: dict[int, float] = {}
+    ratios: dict[int, float] = {}
     reference: list[float] = []
     with ExitStack() as stack:
         base = subject_of(model, tokens)
         base_reads, _ = stack.enter_context(cold_reads(base, folder / "256"))
         for each in block_tokens:
-            with ExitStack() as inner:
-                subject, trial = base, base_reads.trial
-                if each != base.spec.block_tokens:
-                    subject = subject_of(model, tokens, each)
-                    reads, _ = inner.enter_context(cold_reads(subject, folder / str(each)))
-                    trial = reads.trial
+            if each == base.spec.block_tokens:
+                ratios[each] = 1.0
+                continue
+            subject = subject_of(model, tokens, each)
+            with cold_reads(subject, folder / str(each)) as (reads, _):
                 ways: dict[str, Callable[[], Trial]] = {
-                    "this": trial, "256": base_reads.trial, "again": base_reads.trial
-                }  # fmt: skip
+                    "this": reads.trial,
+                    "256": base_reads.trial,
+                    "again": base_reads.trial,
+                }
                 trials = series(
                     bench, f"read_{each}_tokens", ways, block_tokens=each, tokens=tokens,
                     nbytes=subject.bytes, blocks=subject.blocks,
@@ -312,7 +311,7 @@ def read_by_block_tokens(
                 f"read_{each}_vs_256_tokens", trials["256"], trials["this"], same, NO_BAR
             )
             bench.add(ratio)
-            rates[each] = ratio.value
+            ratios[each] = ratio.value
             reference += [trial.seconds for trial in trials["256"]]
     middle = base.bytes / statistics.median(reference)
-    return {each: middle * ratio for each, ratio in rates.items()}
+    return {each: middle * ratio for each, ratio in ratios.items()}

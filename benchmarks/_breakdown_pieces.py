@@ -38,9 +38,7 @@ def layer_first(blocks: int, pieces: int, piece_bytes: int) -> list[int]:
     Piece p of block b is the b-th of the p-th layer's run, so that a block's pieces are far apart.
     """
     return [
-        (piece * blocks + block) * piece_bytes
-        for block in range(blocks)
-        for piece in range(pieces)
+        (piece * blocks + block) * piece_bytes for block in range(blocks) for piece in range(pieces)
     ]
 
 
@@ -112,7 +110,9 @@ class Pieces:
         watch = Stopwatch()
         with watch:
             for offset in offsets:
-                np.copyto(self._target[offset : offset + size], self._source[offset : offset + size])
+                np.copyto(
+                    self._target[offset : offset + size], self._source[offset : offset + size]
+                )
         return Trial(watch.wall_s, watch.held, {"pieces": len(offsets)})
 
     def write(self) -> Trial:

@@ -8,6 +8,7 @@ which each transfer pays its latency.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,9 @@ from kvtier.plan import Residency, Tier
 from kvtier.planner import split_one_tier
 from kvtier.profiles import MODELS, Link, ModelShape, at_distance, block_bytes, cost_model
 from kvtier.simulator import simulate
+from kvtier.tiers.entries import ENTRY
+from kvtier.tiers.host import host_slot_bytes
+from kvtier.tiers.segment import header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -106,9 +110,7 @@ def shape(text: str) -> ModelShape:
 # -- moments
 
 
-def moments(
-    busy: Mapping[str, Iterable[tuple[float, float]]], seconds: float
-) -> dict[str, float]:
+def moments(busy: Mapping[str, Iterable[tuple[float, float]]], seconds: float) -> dict[str, float]:
     """Divide [0, ``seconds``] among what was under way: ``busy`` is (begin, end) by component.
 
     A moment in which several components were under way counts in equal parts for each of them, one
@@ -204,7 +206,9 @@ def optimum(setup: Setup, tokens: int) -> tuple[int, float]:
     compute_s = costs.block_seconds(setup.block_tokens, 0, n) + fixed_s
     load_s = np.full(n, costs.load_seconds(Tier.SSD, setup.block_bytes))
     copy_s = costs.load_seconds(Tier.HOST, setup.block_bytes)
-    return split_one_tier(compute_s, np.maximum(load_s, copy_s), float(np.minimum(load_s[0], copy_s)))
+    return split_one_tier(
+        compute_s, np.maximum(load_s, copy_s), float(np.minimum(load_s[0], copy_s))
+    )
 
 
 def at_once_s(setup: Setup, tokens: int, tier: Tier) -> float:
@@ -262,8 +266,55 @@ def network(
                 {
                     "link": link.name, "km": km, "latency_s": far.latency_s,
                     "bytes_per_s": far.bytes_per_s, "tokens": tokens,
-                    "at_once_s": at_once_s(here, tokens, Tier.SSD), "by_block_s": by_block.ttft_s - new_s,
+                    "at_once_s": at_once_s(here, tokens, Tier.SSD),
+                    "by_block_s": by_block.ttft_s - new_s,
                     "plan_s": best.ttft_s - new_s, "recompute_s": recompute.ttft_s - new_s,
                 }
             )  # fmt: skip
     return found
+
+
+# -- block size
+
+
+def metadata_bytes(setup: Setup) -> int:
+    """Return the bytes of one block's record and index entry that are not KV."""
+    layers = setup.model.layers
+    padding = host_slot_bytes(setup.block_bytes) - setup.block_bytes
+    return header_bytes(layers) + padding + ENTRY.itemsize
+
+
+def by_block_tokens(
+    setup: Setup, tokens: int, rates: Mapping[int, float], lookup_s: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """Return what blocks of several sizes make of a restore; rates and lookups by block tokens.
+
+    ``planning_loss``: how much longer than with the smallest blocks a plan takes because it splits
+    between blocks only, all at one rate. ``lost_tail_s``: recomputing the tokens behind the last
+    full block, half a block on average. ``total_s``: lookup, plan at the own rate, and that tail.
+    """
+    middle = rates.get(setup.block_tokens, statistics.median(rates.values()))
+    found: list[dict[str, Any]] = []
+    finest_s = 0.0
+    for block_tokens, rate in sorted(rates.items()):
+        each = replace(setup, block_tokens=block_tokens, source=Link("own rate", rate))
+        alike = replace(each, source=Link("one rate", middle))
+        plan_s, alike_s = (
+            row(one, tokens, "best", Tier.SSD).ttft_s - one.new_s(tokens) for one in (each, alike)
+        )
+        finest_s = finest_s or alike_s
+        compute = each.costs(tokens).compute
+        lost = (block_tokens - 1) / 2
+        lost_s = lost * (compute.token_s + compute.attention_s * tokens)
+        found.append(
+            {
+                "block_tokens": block_tokens, "block_bytes": each.block_bytes,
+                "prompt_tokens": tokens, "bytes_per_s": rate,
+                "lookup_ms": 1e3 * lookup_s.get(block_tokens, 0.0),
+                "metadata_bytes_per_token": metadata_bytes(each) / block_tokens,
+                "planning_loss": alike_s / finest_s - 1, "lost_tail_s": lost_s, "plan_s": plan_s,
+                "total_s": plan_s + lost_s + lookup_s.get(block_tokens, 0.0),
+            }
+        )  # fmt: skip
+    best_s = min(each["total_s"] for each in found)
+    return [{**each, "vs_best": each["total_s"] / best_s} for each in found]

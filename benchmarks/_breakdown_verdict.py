@@ -1,4 +1,4 @@
-"""Is it negligible here? Three conditions that would refute "it depends on the path", and a sentence.
+"""Is it negligible here? Three conditions that would refute "it depends", and one sentence.
 
 A condition is met by a case that was *measured* (both sides of it in this run), *measured +
 simulated* (a link of this machine, a device from a profile), or *simulated*.
@@ -30,7 +30,7 @@ BY_KIND: Final = ("measured here", "measured + simulated", "simulated")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something that meets a condition, or comes nearest to it: the number, where, and what it is."""
+    """What was looked at for a condition: the number, where, and what kind of number it is."""
 
     where: str
     value: float
@@ -48,7 +48,9 @@ class Condition:
     @property
     def met(self) -> list[Case]:
         """The cases that meet it, what was measured first."""
-        return sorted((case for case in self.cases if case.met), key=lambda c: BY_KIND.index(c.kind))
+        return sorted(
+            (case for case in self.cases if case.met), key=lambda c: BY_KIND.index(c.kind)
+        )
 
     @property
     def verdict(self) -> str:
@@ -77,27 +79,35 @@ def scale_out() -> Condition:
                 if nbytes >= TENS_OF_GB:
                     move_s = at_once_s(setup, tokens, Tier.SSD)
                     share = move_s / (move_s + recompute_s(setup, tokens))
-                    where = f"{model}, {device}, {link.name}, {tokens >> 10}K: {nbytes / 1e9:.0f} GB"
+                    where = (
+                        f"{model}, {device}, {link.name}, {tokens >> 10}K: {nbytes / 1e9:.0f} GB"
+                    )
                     cases.append(Case(where, share, "simulated", share < NEGLIGIBLE))
     cases.sort(key=lambda case: case.value)
     what = "a network carries tens of GB in < 1 % of TTFT (prefill there, decode here)"
     return Condition(what, tuple(cases))
 
 
-def dominated(setup: Setup, here: Link | None, restored: Mapping[str, float]) -> Condition:
+def dominated(
+    setup: Setup, here: Link | None, restored: Mapping[tuple[str, int], float]
+) -> Condition:
     """Look for a path within a machine on which moving KV is most of the TTFT.
 
-    ``restored``: shares of whole restores in this run, by where.
+    ``restored``: seconds of whole restores in this run, by where and tokens; the step that follows
+    is the device's.
     """
-    cases = [
-        Case(where, share, "measured here", share > DOMINATES) for where, share in restored.items()
-    ]
+    cases = []
+    for (where, tokens), seconds in restored.items():
+        share = seconds / (seconds + setup.new_s(tokens))
+        cases.append(Case(where, share, "measured + simulated", share > DOMINATES))
     links = [(here, "measured + simulated")] if here is not None else []
     links += [(LINKS[name], "simulated") for name in ("SSD 7 GB/s", "SSD 14 GB/s")]
     for link, kind in links:
         cases += [_share(replace(setup, source=link), t, Tier.SSD, link, kind) for t in LENGTHS]
     for link in (LINKS["PCIe 4 x16"], PCIE5):
-        cases += [_share(replace(setup, copy=link), t, Tier.HOST, link, "simulated") for t in LENGTHS]
+        cases += [
+            _share(replace(setup, copy=link), t, Tier.HOST, link, "simulated") for t in LENGTHS
+        ]
     cases.sort(key=lambda case: -case.value)
     return Condition("moving KV is most of the TTFT on a path within a machine", tuple(cases))
 
@@ -109,22 +119,28 @@ def _share(setup: Setup, tokens: int, tier: Tier, link: Link, kind: str) -> Case
     return Case(where, share, kind, share > DOMINATES)
 
 
-def dearer(setup: Setup, here: Link | None, measured: Mapping[str, float]) -> Condition:
+def dearer(
+    setup: Setup, here: Link | None, spread: float, measured: Mapping[str, tuple[float, float]]
+) -> Condition:
     """Look for a case in which moving KV takes longer than recomputing it.
 
-    ``measured``: load / recompute of a model in this run, by where.
+    ``measured``: load / recompute of a model in this run and its A/A spread, by where; ``spread``
+    is the measured link's. A case within its spread of 1 is not one.
     """
-    cases = [Case(where, ratio, "measured here", ratio > 1) for where, ratio in measured.items()]
+    cases = [
+        Case(where, ratio, "measured here", ratio > 1 + spread)
+        for where, (ratio, spread) in measured.items()
+    ]
     pairs = [setup, *(preset(model, device, setup.source, setup.copy) for model, device in PAIRS)]
-    links = [(here, "measured + simulated")] if here is not None else []
-    links += [(link, "simulated") for link in SLOW_LINKS]
+    links = [(here, "measured + simulated", spread)] if here is not None else []
+    links += [(link, "simulated", 0.0) for link in SLOW_LINKS]
     for each in pairs:
-        for link, kind in links:
+        for link, kind, within in links:
             for tokens in LENGTHS:
                 over = replace(each, source=link)
                 ratio = at_once_s(over, tokens, Tier.SSD) / recompute_s(over, tokens)
                 where = f"{each.model.name}, {each.device.name}, {link.name}, {tokens >> 10}K"
-                cases.append(Case(where, ratio, kind, ratio > 1))
+                cases.append(Case(where, ratio, kind, ratio > 1 + within))
     cases.sort(key=lambda case: -case.value)
     return Condition("moving KV takes longer than recomputing it", tuple(cases))
 
@@ -147,7 +163,7 @@ def sentence(setup: Setup, rows: Sequence[Row], source: str) -> str:
     return (
         f"{word}: moving the KV of {setup.model.name} over {setup.source.name} ({source}) is "
         f"{share} of the TTFT of a prompt that is loaded on {setup.device.name} (simulated); at "
-        f"{tokens >> 10}K tokens loading takes {ways['load'] / ways['recompute']:.2f} times as long "
-        f"as recomputing, and the plan is {single / ways['best']:.2f} times faster than the better "
-        "of both."
+        f"{tokens >> 10}K tokens loading takes {ways['load'] / ways['recompute']:.2f} times as "
+        f"long as recomputing, and the plan is {single / ways['best']:.2f} times faster than the "
+        "better of both."
     )
