@@ -277,22 +277,28 @@ def one_lookup(store: Store, ids: np.ndarray[Any, Any]) -> Trial:
 
 
 def read_by_block_tokens(
-    bench: Bench, folder: Path, model: ModelShape, block_tokens: Sequence[int], nbytes: int
-) -> dict[int, float]:
-    """Measure cold reads of as many bytes in blocks of several sizes; returns bytes/s by tokens.
+    bench: Bench,
+    folder: Path,
+    model: ModelShape,
+    block_tokens: Sequence[int],
+    nbytes: int,
+    suffix: str = "",
+) -> dict[int, tuple[float, float]]:
+    """Measure cold reads of as many bytes in blocks of several sizes.
 
-    Each size by turns with 256 tokens; what is returned is that of 256, times the ratio.
+    Returns bytes/s and the A/A spread by tokens. Each size by turns with 256 tokens; what is
+    returned is the rate of 256, times the ratio.
     """
     tokens = max(*block_tokens, nbytes // model.kv_token_bytes)
     tokens -= tokens % max(block_tokens)
-    ratios: dict[int, float] = {}
+    ratios: dict[int, tuple[float, float]] = {}
     reference: list[float] = []
     with ExitStack() as stack:
         base = subject_of(model, tokens)
         base_reads, _ = stack.enter_context(cold_reads(base, folder / "256"))
         for each in block_tokens:
             if each == base.spec.block_tokens:
-                ratios[each] = 1.0
+                ratios[each] = 1.0, 0.0
                 continue
             subject = subject_of(model, tokens, each)
             with cold_reads(subject, folder / str(each)) as (reads, _):
@@ -302,16 +308,17 @@ def read_by_block_tokens(
                     "again": base_reads.trial,
                 }
                 trials = series(
-                    bench, f"read_{each}_tokens", ways, block_tokens=each, tokens=tokens,
+                    bench, f"read_{each}_tokens", ways,
+                    model=model.name, block_tokens=each, tokens=tokens,
                     nbytes=subject.bytes, blocks=subject.blocks,
                     block_bytes=subject.bytes // subject.blocks,
                 )  # fmt: skip
             same = trials["256"], trials["again"]
             ratio = Ratio.of_pairs(
-                f"read_{each}_vs_256_tokens", trials["256"], trials["this"], same, NO_BAR
+                f"read_{each}_vs_256_tokens{suffix}", trials["256"], trials["this"], same, NO_BAR
             )
             bench.add(ratio)
-            ratios[each] = ratio.value
+            ratios[each] = ratio.value, ratio.spread / ratio.value
             reference += [trial.seconds for trial in trials["256"]]
     middle = base.bytes / statistics.median(reference)
-    return {each: middle * ratio for each, ratio in ratios.items()}
+    return {each: (middle * ratio, spread) for each, (ratio, spread) in ratios.items()}

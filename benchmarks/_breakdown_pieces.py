@@ -19,7 +19,7 @@ from _disk import arena, drop_cache
 from _harness import NO_BAR, Bench, Ratio, Stopwatch, Trial, interleave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 KIB: Final = 1 << 10
@@ -148,7 +148,7 @@ class Pieces:
 
 
 def series(
-    bench: Bench, case: str, ways: dict[str, Callable[[], Trial]], **values: Any
+    bench: Bench, case: str, ways: Mapping[str, Callable[[], Trial]], **values: Any
 ) -> dict[str, list[Trial]]:
     """Run every way once, then by turns, and record it."""
     for run in ways.values():
@@ -233,6 +233,7 @@ def duplex(bench: Bench, pieces: Pieces) -> None:
     """Measure reads and writes of the disk alone and at once."""
     size = min(8 * MIB, pieces.nbytes // 4)
     read = partial(pieces.read, size, pieces.sequence(size), DEPTHS[-1])
+    ways: dict[str, Callable[[], Trial]]
     ways = {"read": read, "write": pieces.write, "both": partial(pieces.both, size), "again": read}
     trials = series(bench, "duplex", ways, nbytes=pieces.nbytes, direct=pieces.direct)
     one_by_one = [

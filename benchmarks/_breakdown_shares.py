@@ -285,18 +285,24 @@ def metadata_bytes(setup: Setup) -> int:
 
 
 def by_block_tokens(
-    setup: Setup, tokens: int, rates: Mapping[int, float], lookup_s: Mapping[int, float]
+    setup: Setup,
+    tokens: int,
+    rates: Mapping[int, tuple[float, float]],
+    lookup_s: Mapping[int, float],
 ) -> list[dict[str, Any]]:
-    """Return what blocks of several sizes make of a restore; rates and lookups by block tokens.
+    """Return what blocks of several sizes make of a restore, by block tokens.
+
+    ``rates``: bytes/s and their spread, relative to 256 tokens.
 
     ``planning_loss``: how much longer than with the smallest blocks a plan takes because it splits
     between blocks only, all at one rate. ``lost_tail_s``: recomputing the tokens behind the last
     full block, half a block on average. ``total_s``: lookup, plan at the own rate, and that tail.
     """
-    middle = rates.get(setup.block_tokens, statistics.median(rates.values()))
+    median = statistics.median(rate for rate, _ in rates.values())
+    middle, _ = rates.get(setup.block_tokens, (median, 0.0))
     found: list[dict[str, Any]] = []
     finest_s = 0.0
-    for block_tokens, rate in sorted(rates.items()):
+    for block_tokens, (rate, spread) in sorted(rates.items()):
         each = replace(setup, block_tokens=block_tokens, source=Link("own rate", rate))
         alike = replace(each, source=Link("one rate", middle))
         plan_s, alike_s = (
@@ -309,7 +315,8 @@ def by_block_tokens(
         found.append(
             {
                 "block_tokens": block_tokens, "block_bytes": each.block_bytes,
-                "prompt_tokens": tokens, "bytes_per_s": rate,
+                "model": setup.model.name, "prompt_tokens": tokens,
+                "bytes_per_s": rate, "spread": spread,
                 "lookup_ms": 1e3 * lookup_s.get(block_tokens, 0.0),
                 "metadata_bytes_per_token": metadata_bytes(each) / block_tokens,
                 "planning_loss": alike_s / finest_s - 1, "lost_tail_s": lost_s, "plan_s": plan_s,
@@ -318,3 +325,22 @@ def by_block_tokens(
         )  # fmt: skip
     best_s = min(each["total_s"] for each in found)
     return [{**each, "vs_best": each["total_s"] / best_s} for each in found]
+
+
+def why(rows: Sequence[Mapping[str, Any]], block_tokens: int = 256) -> str:
+    """Say in a sentence what blocks of ``block_tokens`` tokens cost and save among others."""
+    by_size = {each["block_tokens"]: each for each in rows}
+    ours, least = by_size[block_tokens], min(by_size)
+    best = min(rows, key=lambda each: each["total_s"])
+    noise = max(each["spread"] for each in rows)
+    excess = ours["vs_best"] - 1
+    said = "within" if excess <= noise else "beyond"
+    slower = f"{excess:.1%} slower than {best['block_tokens']}, {said} the noise of the reads"
+    place = "fastest" if best is ours else f"{slower} ({noise:.1%})"
+    metadata, lookup = (
+        ours[name] / by_size[least][name] for name in ("metadata_bytes_per_token", "lookup_ms")
+    )
+    return (
+        f"Blocks of {block_tokens} tokens ({ours['model']}) restore {place}; they take "
+        f"{metadata:.2f} of the metadata and {lookup:.2f} of the lookup of {least}."
+    )

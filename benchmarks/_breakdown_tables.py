@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, Final
 
-from _breakdown_shares import COMPONENTS
+from _breakdown_shares import COMPONENTS, why
 from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
@@ -104,29 +104,30 @@ def measured(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
 def granularity(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what a block's size decides."""
     columns = [
-        "tokens", "block", "read GB/s", "lookup", "meta B/token", "plan loss", "lost tail",
+        "tokens", "block", "read GB/s", "A/A", "lookup", "meta B/token", "plan loss", "lost tail",
         "restore", "vs best",
     ]  # fmt: skip
     title = (
-        f"Block size, {length(rows[0]['prompt_tokens'])} tokens: read and lookup measured here, "
-        "metadata arithmetic, rest simulated"
+        f"Block size, {rows[0]['model']}, {length(rows[0]['prompt_tokens'])} tokens: read and "
+        "lookup measured here, metadata arithmetic, rest simulated"
     )
     table = table_of(title, columns)
     for row in rows:
         table.add_row(
             str(row["block_tokens"]), size(row["block_bytes"]), f"{row['bytes_per_s'] / 1e9:.2f}",
+            f"{row['spread']:.0%}" if row["spread"] else "-",
             f"{row['lookup_ms']:.2f} ms", f"{row['metadata_bytes_per_token']:.1f}",
             f"{row['planning_loss']:.1%}", seconds(row["lost_tail_s"]),
             seconds(row["total_s"]), f"{row['vs_best']:.3f}",
             style="bold" if row["block_tokens"] == 256 else None,
         )  # fmt: skip
     show(console, table)
+    console.print(why(rows), highlight=False)
 
 
 def by_size(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
     """Print bandwidth against piece size."""
-    cases = {row["case"]: row for row in results if row["case"].endswith(("_by_size",)) or
-             row["case"].startswith("read_by_size")}  # fmt: skip
+    cases = {row["case"]: row for row in results if "_by_size" in row["case"]}
     if not cases:
         return
     names = ["read_by_size_1", "read_by_size_4", "copy_by_size"]

@@ -37,7 +37,7 @@ from _disk import file_system, need_free, work_folder
 from _harness import Bench, Options, parse
 
 from kvtier.plan import Tier
-from kvtier.profiles import DEVICES, LINKS, Link
+from kvtier.profiles import DEVICES, LINKS, Link, ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,8 @@ QUICK_BLOCK_TOKENS: Final = (16, 64, 256)
 QUICK_LENGTHS: Final = (1024, 8192, 32768, 131072)
 SMOKE_SHAPE: Final = "4,256,4,2,32,4e6"
 AT_ONCE: Final = 4
+SMALL_MODEL: Final = ModelShape("Qwen2.5-0.5B", 24, 896, 14, 2, 64, 3.58e8)
+"""12 KiB of KV a token: 16 of them are a small read."""
 NETWORKS: Final = tuple(link for link in SLOW_LINKS if link.name.startswith("NIC"))
 
 
@@ -83,7 +85,7 @@ class Run:
     @property
     def pass_bytes(self) -> int:
         """What one pass moves at most."""
-        return 8 * MIB if self.options.smoke else 512 * MIB if self.options.quick else 1024 * MIB
+        return 8 * MIB if self.options.smoke else 256 * MIB if self.options.quick else 1024 * MIB
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -147,16 +149,25 @@ def measure_restores(run: Run, folder: Path) -> None:
 
 
 def measure_granularity(run: Run, folder: Path) -> None:
-    """Measure reads and lookups by block size, and say what that makes of a restore."""
+    """Measure reads and lookups by block size, and say what that makes of a restore.
+
+    Also for a small model, of which few tokens are few bytes, unless the run is to be quick.
+    """
+    small = run.options.smoke or run.options.quick
     nbytes = run.pass_bytes if run.options.smoke else run.pass_bytes // 2
-    model, sizes_ = run.setup.model, run.block_tokens
-    rates = read_by_block_tokens(run.bench, folder, model, sizes_, nbytes)
     looked_up = {
-        each: lookup_ms(run.bench, folder, (MIDDLE,), each)[MIDDLE] / 1e3 for each in sizes_
+        each: lookup_ms(run.bench, folder, (MIDDLE,), each)[MIDDLE] / 1e3
+        for each in run.block_tokens
     }
-    found = by_block_tokens(run.setup, MIDDLE, rates, looked_up)
-    run.bench.results += [{"case": "granularity", **each} for each in found]
-    run.here["read_256_vs_16_tokens"] = rates[256] / rates[16]
+    for model, suffix in ((run.setup.model, ""), *(() if small else ((SMALL_MODEL, "_small"),))):
+        with work_folder(str(folder / f"sizes{suffix}"), run.bench.console) as inside:
+            rates = read_by_block_tokens(run.bench, inside, model, run.block_tokens, nbytes, suffix)
+        found = by_block_tokens(replace(run.setup, model=model), MIDDLE, rates, looked_up)
+        run.bench.results += [{"case": "granularity", **each} for each in found]
+        if not suffix:
+            run.here["read_256_vs_16_tokens"] = rates[256][0] / rates[16][0]
+        else:
+            run.here["read_256_vs_16_tokens_small"] = rates[256][0] / rates[16][0]
 
 
 def measure_pieces(run: Run, folder: Path) -> None:
@@ -243,7 +254,8 @@ def show_evidence(run: Run) -> None:
     )
     tables.evidence(console, evidence)
     tables.conditions(console, found)
-    run.bench.results += [each.to_json() for each in (*evidence, *found)]
+    run.bench.results += [each.to_json() for each in evidence]
+    run.bench.results += [each.to_json() for each in found]
 
 
 def verdict(run: Run) -> str:
@@ -276,8 +288,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(run, folder)
     tables.measured(bench.console, bench.results)
     tables.by_size(bench.console, bench.results)
-    if blocks := [row for row in bench.results if row["case"] == "granularity"]:
-        tables.granularity(bench.console, blocks)
+    blocks = [row for row in bench.results if row["case"] == "granularity"]
+    for model in dict.fromkeys(row["model"] for row in blocks):
+        tables.granularity(bench.console, [row for row in blocks if row["model"] == model])
     if options.wants("simulated"):
         show_simulated(run)
     if options.wants("evidence"):
