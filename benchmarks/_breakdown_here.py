@@ -81,6 +81,11 @@ def parts(
     return moments(spans, ended - planned) | {"lookup": planned - begun}
 
 
+def shares_of(parts_s: Mapping[str, float]) -> dict[str, float]:
+    """Return the part of a restore that each component takes."""
+    return {name: each / sum(parts_s.values()) for name, each in parts_s.items()}
+
+
 def mean_parts(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each component over several restores."""
     names = sorted({name for one in each for name in one})
@@ -205,10 +210,11 @@ def summary(
 ) -> dict[str, Any]:
     """Return a row as the simulated ones are: the trial of the median, and the spread."""
     middle = sorted(trials, key=lambda trial: trial.seconds)[len(trials) // 2]
+    parts_s = middle.detail["parts_s"]
     return {
         "case": "breakdown", "kind": "measured here", "tokens": tokens, "way": "load",
         "tier": tier, "at_once": at_once if way == "at_once" else 1,
-        "seconds": middle.seconds, "parts_s": middle.detail["parts_s"],
+        "seconds": middle.seconds, "parts_s": parts_s, "shares": shares_of(parts_s),
         "spread": spread_of(same["alone"], same["again"]),
     }  # fmt: skip
 

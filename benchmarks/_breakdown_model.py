@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from _breakdown_here import parts
+from _breakdown_here import parts, shares_of
 from _breakdown_pieces import series
 from _harness import Trial, spread_of
 
@@ -75,7 +75,7 @@ def row(name: str, tokens: int, way: str, trial: Trial, spread: float) -> dict[s
     return {
         "case": "breakdown", "kind": "measured here", "model": name, "tokens": tokens, "way": way,
         "tier": "ssd", "at_once": 1, "seconds": trial.seconds, "spread": spread,
-        "parts_s": trial.detail["parts_s"],
+        "parts_s": trial.detail["parts_s"], "shares": shares_of(trial.detail["parts_s"]),
         "loaded": trial.detail["loaded"], "recomputed": trial.detail["recomputed"],
     }  # fmt: skip
 

@@ -154,7 +154,7 @@ def measure_granularity(run: Run, folder: Path) -> None:
     Also for a small model, of which few tokens are few bytes, unless the run is to be quick.
     """
     small = run.options.smoke or run.options.quick
-    nbytes = run.pass_bytes if run.options.smoke else run.pass_bytes // 2
+    nbytes = run.pass_bytes if small else run.pass_bytes // 2  # 8 blocks of 256 tokens and more
     looked_up = {
         each: lookup_ms(run.bench, folder, (MIDDLE,), each)[MIDDLE] / 1e3
         for each in run.block_tokens

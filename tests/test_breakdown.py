@@ -578,6 +578,8 @@ def test_breakdown_runs_on_the_smallest_cases(tmp_path: Path) -> None:
             cases.setdefault(row["case"], []).append(row)
     kinds = {row["kind"] for row in cases["breakdown"]}
     assert kinds == {"measured here", "simulated"}
+    for row in cases["breakdown"]:
+        assert sum(row["shares"].values()) == pytest.approx(1.0)
     assert {row["at_once"] for row in cases["breakdown"] if "at_once" in row} == {1, 4}
     assert len(cases["link_sweep"]) == 17
     assert [row["block_tokens"] for row in cases["granularity"]] == [16, 256]
