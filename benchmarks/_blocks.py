@@ -63,11 +63,12 @@ def spec_of(mib: int) -> KVSpec:
 class Subject:
     """``blocks`` blocks of one size in an engine's tensors, and what is done with them."""
 
-    def __init__(self, mib: int, blocks: int) -> None:
+    def __init__(self, mib: int, blocks: int, spec: KVSpec | None = None) -> None:
+        """``spec``: of which model, if not of the one of ``SHAPES`` with such blocks."""
         self.mib = mib
-        self.spec = spec_of(mib)
+        self.spec = spec or spec_of(mib)
         self.blocks = blocks
-        self.bytes = blocks * mib * MIB
+        self.bytes = blocks * self.spec.block_layout.block_bytes
         self.source = kvtier.TensorSlots.empty(self.spec, blocks)
         self.target = kvtier.TensorSlots.empty(self.spec, blocks)
         rng = np.random.default_rng(mib)
@@ -80,7 +81,7 @@ class Subject:
     def record_bytes(self) -> int:
         """What all blocks occupy on disk: headers and payloads."""
         layout = self.spec.block_layout
-        return self.blocks * (header_bytes(len(layout.parts)) + host_slot_bytes(self.mib * MIB))
+        return self.blocks * (header_bytes(len(layout.parts)) + host_slot_bytes(layout.block_bytes))
 
     def prompt(self) -> BlockKeys:
         """Return the keys of a prompt that nobody has seen."""
