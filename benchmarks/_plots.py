@@ -32,6 +32,12 @@ NAMED: Final = {
     "raw disk": "grey",
     "store": "blue",
     "kvtier": "green",
+    "lookup": "purple",
+    "waiting": "grey",
+    "read from the slow tier": "blue",
+    "copy in host memory": "sky",
+    "copy to the device": "vermilion",
+    "new tokens": "brown",
 }
 """What is drawn in many figures has the same colour in all of them."""
 MARKERS: Final = "os^DvPX*"
@@ -40,6 +46,8 @@ COLUMNS_MAX: Final = 3
 """Panels beside each other; more go into further rows."""
 TICKS_MAX: Final = 8
 """So many places have a tick each; of more, some have."""
+DECADE: Final = (1.0, 2.0, 5.0)
+"""Ticks of a logarithmic axis within a factor of ten."""
 WIDTH_IN, PANEL_IN, BAR_IN, DPI = 9.0, 3.1, 0.26, 160
 LABEL_CHARS: Final = 100
 """Characters of a label that fit below the whole width."""
@@ -49,6 +57,7 @@ STYLE: Final = {
     "axes.edgecolor": FAINT,
     "axes.grid": True,
     "axes.labelcolor": INK,
+    "axes.prop_cycle": mpl.cycler(color=[INK]),  # what nobody gave a hue is ink
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlecolor": INK,
@@ -155,14 +164,13 @@ def _hues(figure: Figure) -> dict[str, tuple[str, int]]:
     """Return each curve's colour and its number, by which markers and hatches go."""
     names = _names(figure)
     taken = {NAMED[name] for name in names if name in NAMED}
-    free = [hue for hue in HUES if hue not in taken]
-    free = free or list(HUES)
-    found, used = {}, 0
-    for number, name in enumerate(names):
-        hue = NAMED.get(name)
-        if hue is None:
-            hue, used = free[used % len(free)], used + 1
-        found[name] = (HUES[hue][0], number)
+    free = [hue for hue in HUES if hue not in taken] or list(HUES)
+    others = iter(range(len(names)))
+    found = {}
+    for name in names:
+        at = 0 if name in NAMED else next(others)
+        hue = NAMED.get(name) or free[at % len(free)]
+        found[name] = (HUES[hue][0], list(HUES).index(hue) + at // len(free))
     return found
 
 
@@ -226,12 +234,14 @@ def _lines(axes: Axes, figure: Figure, panel: Panel, hues: dict[str, tuple[str, 
         axes.xaxis.set_minor_locator(NullLocator())
     if 0 < len(places) <= TICKS_MAX:
         axes.xaxis.set_major_locator(FixedLocator(places))
+    elif figure.log_x:
+        axes.xaxis.set_major_locator(LogLocator(subs=DECADE))
     tokens = "tokens" in figure.x
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _place(x, tokens=tokens)))
     lowest = min((y for curve in panel.curves for y in (*curve.low, *curve.y)), default=0.0)
     if figure.log_y and lowest > 0:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_locator(LogLocator(subs=DECADE))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown(float(f"{y:.6g}"))))
 
@@ -302,6 +312,6 @@ def _stacked(axes: Axes, panel: Panel, hues: dict[str, tuple[str, int]]) -> None
 
 def _labelled(axes: Axes, panel: Panel) -> None:
     axes.set_yticks(range(len(panel.labels)), panel.labels)
-    axes.invert_yaxis()
+    axes.set_ylim(len(panel.labels) - 0.4, -0.6)  # the first one is at the top
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from string import Template
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from _report_colours import css
 from _report_read import UNKNOWN, VERDICTS, shown
@@ -55,6 +55,11 @@ def element(tag: str, *inside: str, **attributes: str) -> Markup:
 def joined(parts: Iterable[str]) -> Markup:
     """Return parts one after the other, plain text escaped."""
     return Markup("".join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
+
+
+def slugged(text: str) -> str:
+    """Return text as a part of an id and of a file's name."""
+    return "".join(each if each.isalnum() else "-" for each in text.lower())
 
 
 # -- a ratio
@@ -160,7 +165,7 @@ def settings(run: Run) -> Markup:
 
 def said(run: Run) -> list[Markup]:
     """Return the sentences with which a run sums itself up."""
-    found = [row.get(key) for row in run.results for key in ("sentence", "verdict_sentence")]
+    found = [row.get("text") for row in run.rows("verdict")]
     return [element("p", text, class_="sentence") for text in found if isinstance(text, str)]
 
 
@@ -176,7 +181,8 @@ def section(each: Section, anchor: str) -> Markup:
         inside = (element("h3", name), element("div", Markup(svg), class_="wide plot"))
         parts.append(element("figure", *inside, element("figcaption", note)))
     parts += [element("p", problem, class_="problem") for problem in each.problems]
-    tables = [case_table(table) for table in cases(run.results)]
+    rows = [row for row in run.results if row.get("case") != "verdict"]
+    tables = [case_table(table) for table in cases(rows)]
     if tables:
         parts += [element("h3", "Case by case"), *tables]
     return element("section", *parts, id=anchor)
@@ -236,7 +242,7 @@ def contents(sections: Mapping[str, Section]) -> Markup:
 def page(sections: Sequence[Section], problems: Sequence[str] = ()) -> str:
     """Return the whole page; ``problems`` are what could not be read."""
     runs = [each.run for each in sections]
-    anchors = {f"run-{at}-{_slug(each.run.name)}": each for at, each in enumerate(sections, 1)}
+    anchors = {f"run-{at}-{slugged(each.run.name)}": each for at, each in enumerate(sections, 1)}
     every = [ratio for run in runs for ratio in run.ratios]
     parts = [
         element("h1", "kvtier benchmarks"),
@@ -250,10 +256,6 @@ def page(sections: Sequence[Section], problems: Sequence[str] = ()) -> str:
     parts.append(Markup(READING))
     parts += [section(each, anchor) for anchor, each in anchors.items()]
     return PAGE.substitute(light=css(dark=False), dark=css(dark=True), body=joined(parts))
-
-
-def _slug(text: Any) -> str:
-    return "".join(each if each.isalnum() else "-" for each in str(text).lower())
 
 
 READING: Final = """<details class="reading"><summary>How to read this</summary><ul>

@@ -1,8 +1,8 @@
 """Results case by case as tables, whatever a benchmark recorded: one table for each kind of case.
 
-A number is a cell, a dictionary a column for each key, a long list its median and ends, and trials
-the median seconds of each way with the quickest and the slowest. What is the same in all rows is
-said once, above them.
+A number is a cell, a ratio its number and verdict, a dictionary a column for each key, a long list
+its median and ends, and trials the median seconds of each way with the quickest and the slowest.
+What is the same in all rows is said once, above them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from _report_read import number, shown
+from _report_read import judges, number, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,14 +81,18 @@ def _cells(row: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, bool]]]:
     for key, value in row.items():
         if key == "trials" and isinstance(value, dict):
             yield from _trials(value)
-        elif key not in ("case", "sentence"):
+        elif key != "case":
             yield from _flat(str(key), value, NESTED_MAX)
 
 
 def _flat(key: str, value: Any, depth: int) -> Iterator[tuple[str, tuple[str, bool]]]:
-    if isinstance(value, dict) and depth > 0:
+    if isinstance(value, dict) and judges(value):
+        yield key, (f"{shown(value.get('value'))} ({value['verdict']})", False)
+    elif isinstance(value, dict) and depth > 0:
         for name, each in value.items():
             yield from _flat(f"{key}.{name}", each, depth - 1)
+    elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        yield key, ("; ".join(shown(each) for each in value), False)
     elif isinstance(value, list) and len(value) > LIST_SHOWN_MAX:
         yield key, (_summary(value), True)
     else:

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _report_figures import figures
-from _report_page import Section, page
+from _report_catalogue import figures
+from _report_page import Section, page, slugged
 from _report_read import Run, Unreadable, read
 
 if TYPE_CHECKING:
@@ -53,10 +53,13 @@ def section(run: Run, draws: Any, plots: Path | None, taken: set[str]) -> Sectio
     drawn, problems = figures(run)
     shown = []
     for figure in drawn:
-        each = figure
-        if each.slug in taken:
-            each = replace(each, slug=f"{each.slug}-{Path(run.source).stem}-{len(taken)}")
-        taken.add(each.slug)
+        slug, own = figure.slug, f"{figure.slug}-{slugged(Path(run.source).stem)}"
+        for number in range(len(taken) + 1):
+            if slug not in taken:
+                break
+            slug = f"{own}-{number + 1}" if number else own
+        taken.add(slug)
+        each = replace(figure, slug=slug)
         shown.append((each.title, each.note, draws.inline(each)))
         if plots is not None:
             draws.write(each, plots)
