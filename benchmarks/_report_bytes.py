@@ -1,4 +1,4 @@
-"""Figures of bytes: bandwidth against block size and piece size, rivals side by side."""
+"""Figures of bytes: bandwidth by block and piece size, rivals side by side, a store under load."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import statistics
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from _report_figures import MIB, Figure, Panel, measured, rows
+from _report_figures import MIB, Curve, Figure, Panel, measured, rows
 from _report_read import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from _report_figures import Curve
     from _report_read import Run
 
 RIVAL_KINDS: Final = {"write": "write", "cold": "cold read", "warm": "warm read"}
@@ -150,5 +149,59 @@ def strategies(run: Run) -> Figure:
         f"{run.name}-strategies", "Restore strategies side by side", "", "seconds", panels,
         f"Measured here by turns on {run.settings.get('model', 'a model not recorded')} over a "
         "throttled link: medians with the quickest and the slowest.",
+        kind="bars",
+    )  # fmt: skip
+
+
+# -- load
+
+
+CALLS: Final = {
+    "lookup_ms": "keys and lookup",
+    "ready_ms": "restore",
+    "released_ms": "put, until the source may be reused",
+}
+PERCENTILES: Final = ("p50", "p95", "p99")
+
+
+def latencies(run: Run) -> Figure:
+    """Draw latencies under load."""
+    found = rows(run, "latencies under load", "workload")
+    labels = [row["name"] for row in found]
+    panels = []
+    for key, call in CALLS.items():
+        curves = []
+        for at, percentile in enumerate(PERCENTILES):
+            points = [(x, row[key][at]) for x, row in enumerate(found) if row[key]]
+            if points:
+                curves.append(Curve(percentile, *zip(*points, strict=True)))
+        panels.append(Panel(call, curves, labels))
+    return Figure(
+        f"{run.name}-latency", "Latencies under load", "", "ms", panels,
+        "Measured here, every restored byte compared; in open loop a latency counts from when the "
+        "request was due. What each workload is, is in the table below.",
+        kind="bars",
+    )  # fmt: skip
+
+
+def throughput(run: Run) -> Figure:
+    """Draw throughput under load beside the raw disk's."""
+    found = rows(run, "throughput under load", "workload")
+    labels = [row["name"] for row in found]
+
+    def curve(name: str, rates: Sequence[float]) -> Curve:
+        return Curve(name, tuple(range(len(found))), tuple(rate / 1e9 for rate in rates))
+
+    curves = [
+        curve("restored", [row["restore_bytes_per_s"] for row in found]),
+        curve("put", [row["put_bytes_per_s"] for row in found]),
+        curve("raw disk, read", [row["limits"]["read"] for row in found]),
+        curve("raw disk, write", [row["limits"]["write"] for row in found]),
+    ]
+    return Figure(
+        f"{run.name}-throughput", "Throughput under load, beside the raw disk", "", "GB/s",
+        [Panel("", curves, labels)],
+        "Measured here; only what was restored right counts. In open loop no more is served than "
+        "is asked for, and what host memory serves may be above the disk.",
         kind="bars",
     )  # fmt: skip

@@ -24,6 +24,7 @@ FIGURES: Final[dict[str, tuple[Callable[[Run], Figure], ...]]] = {
         nbytes.pieces,
     ),
     "demo": (restores.demo_ttft,),
+    "load": (nbytes.throughput, nbytes.latencies),
     "replay": (restores.saved,),
     "restore": (restores.ttft_by_link, restores.ttft_by_length),
     "rivals": (nbytes.rivals, nbytes.rivals_cpu, nbytes.strategies),

@@ -25,6 +25,9 @@ SIGNS: Final = {"met": "✓", "missed": "✗", "not decided": "≈", "no bar": "
 """A verdict is never told by colour alone."""
 OPEN_ROWS_MAX: Final = 12
 """A table of cases is folded away from so many rows on."""
+SPREADS: Final = "Of several measurements: the median (least to most); trials are in seconds."
+LONG_CHARS: Final = 40
+"""From so many characters on, a cell's text has room to be read."""
 GAUGE_PX: Final = (132, 16)
 
 
@@ -135,11 +138,12 @@ def _table(heads: Iterable[str], lines: Iterable[str], numeric: Iterable[str] = 
 
 def case_table(table: Table) -> Markup:
     """Show the cases of one kind; many of them are folded away."""
+
+    def kind(text: str, *, numeric: bool) -> str:
+        return "number" if numeric else "long" if len(text) > LONG_CHARS else ""
+
     lines = [
-        element(
-            "tr",
-            *(element("td", text, class_="number" if numeric else "") for text, numeric in row),
-        )
+        element("tr", *(element("td", t, class_=kind(t, numeric=number)) for t, number in row))
         for row in table.rows
     ]
     columns = zip(table.heads, zip(*table.rows, strict=True), strict=True)
@@ -184,7 +188,7 @@ def section(each: Section, anchor: str) -> Markup:
     rows = [row for row in run.results if row.get("case") != "verdict"]
     tables = [case_table(table) for table in cases(rows)]
     if tables:
-        parts += [element("h3", "Case by case"), *tables]
+        parts += [element("h3", "Case by case"), element("p", SPREADS, class_="note"), *tables]
     return element("section", *parts, id=anchor)
 
 
@@ -298,6 +302,7 @@ thead th{font-weight:600;vertical-align:bottom;background:var(--soft)}
 tbody th{font-weight:500;white-space:nowrap}
 .number{text-align:right}
 td.number{font-variant-numeric:tabular-nums;white-space:nowrap}
+td.long{min-width:17rem}
 .verdict{white-space:nowrap}.verdict.met{color:var(--good)}
 .verdict.missed,.verdict.mis{color:var(--bad);font-weight:600}
 .verdict.not-decided,.verdict.not{color:var(--open)}

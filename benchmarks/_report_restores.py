@@ -114,6 +114,8 @@ COMPONENTS: Final = {
     "new": "new tokens",
 }
 WAYS: Final = {"recompute": RECOMPUTE, "load": LOAD, "best": PLANNED}
+LENGTHS_MAX: Final = 4
+"""Of so many lengths the shares are drawn, of all of them there are rows in the table."""
 WHERE: Final = {"ssd": "on the slow tier", "host": "in host memory"}
 SWEEP: Final = {
     RECOMPUTE: "recompute_s", LOAD: "load_s", PLANNED: "best_s", OPTIMUM: "optimum_s",
@@ -149,6 +151,13 @@ def stacked(found: Sequence[Mapping[str, Any]], title: str, whole: str) -> Panel
     return Panel(title, curves, labels)
 
 
+def some_of(values: Sequence[int], most: int) -> Sequence[int]:
+    """Return the first, the last, and what lies evenly between them, ``most`` at most."""
+    if len(values) <= most:
+        return values
+    return [values[round(at * (len(values) - 1) / (most - 1))] for at in range(most)]
+
+
 def _short(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
@@ -157,9 +166,11 @@ def shares(run: Run) -> Figure:
     """Draw the share of TTFT by component."""
     what = "the share of TTFT by component"
     found = of_breakdown(run, what, "simulated")
+    lengths = some_of(sorted({row["tokens"] for row in found}), LENGTHS_MAX)
     panels = []
     for tier, link in dict.fromkeys((row["tier"], row["link"]) for row in found):
         mine = [row for row in found if (row["tier"], row["link"]) == (tier, link)]
+        mine = [row for row in mine if row["tokens"] in lengths]
         panels.append(stacked(mine, f"KV {WHERE.get(tier, tier)}, over {link}", "ttft_s"))
     return Figure(
         f"{run.name}-shares", "Share of TTFT by component, simulated", "", "% of TTFT", panels,

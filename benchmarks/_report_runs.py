@@ -27,7 +27,7 @@ GRACE_S: Final = 20.0
 """How long a benchmark that is stopped may take to remove its files, before it is killed."""
 LEFT_OUT: Final = 3
 """A benchmark's own exit status where what it compares with is not to be had."""
-OUT: Final = "build/bench"
+OUT: Final = Path(__file__).resolve().parents[1] / "build" / "bench"
 INTERRUPTED: Final = 130
 
 
@@ -130,7 +130,8 @@ def run(benchmark: Benchmark, asked: Asked, folder: Path) -> Ended:
     if status == 1 and written:  # without a result, 1 is the interpreter's word for an exception
         return Ended(benchmark.name, "missed a bar", seconds, 1)
     if status == LEFT_OUT:
-        return Ended(benchmark.name, "left out: it says why above", seconds, 0)
+        said = f"left out{' in part' if written else ''}: it says what and why above"
+        return Ended(benchmark.name, said, seconds, 0)
     said = f"FAILED with exit status {status}" + ("" if status else " and no result")
     return Ended(benchmark.name, said, seconds, 2)
 
@@ -199,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/bench", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="name", help=f"all if none: {names}")
     parser.add_argument("--quick", action="store_true", help="less than half an hour in all")
-    parser.add_argument("--out", type=Path, default=Path(OUT), metavar="DIR", help=f"[{OUT}]")
+    help_out = "where results and the report go (default: build/bench in the repository)"
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=help_out)
     parser.add_argument("--dir", default="", help="a folder on the disk to measure")
     help_with = "also compare with what needs an environment of its own: lmcache, mooncake, vllm"
     parser.add_argument("--with", dest="extras", default="", metavar="A,B", help=help_with)

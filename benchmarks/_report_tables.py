@@ -1,8 +1,8 @@
 """Results case by case as tables, whatever a benchmark recorded: one table for each kind of case.
 
-A number is a cell, a ratio its number and verdict, a dictionary a column for each key, a long list
-its median and ends, and trials the median seconds of each way with the quickest and the slowest.
-What is the same in all rows is said once, above them.
+A number is a cell, a ratio its number and verdict, a dictionary a column for each key (one cell
+where each row has keys of its own), a long list its median and ends, and trials the median seconds
+of each way with the quickest and the slowest. What is the same in all rows is said once, above.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Table:
     heads: Sequence[str]
     rows: Sequence[Sequence[tuple[str, bool]]]
     note: str = ""
-    """What is the same in all rows, what was left out, and how to read the columns."""
+    """What is the same in all rows, and what was left out."""
 
 
 def cases(results: Iterable[Mapping[str, Any]]) -> list[Table]:
@@ -47,15 +47,14 @@ def cases(results: Iterable[Mapping[str, Any]]) -> list[Table]:
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    flat = [dict(_cells(row)) for row in rows[:ROWS_MAX]]
+    apart = _alike(rows)
+    flat = [dict(_cells(row, apart)) for row in rows[:ROWS_MAX]]
     heads = list(dict.fromkeys(head for row in flat for head in row))
     notes = []
     same = _same(flat, heads)
     if same:
         notes.append("In all rows: " + ", ".join(f"{k} {v}" for k, v in same.items()) + ".")
         heads = [head for head in heads if head not in same]
-    if any("trials" in row for row in rows):
-        notes.append("Columns in s: the median of the trials (quickest to slowest).")
     if len(rows) > ROWS_MAX:
         notes.append(f"{len(rows) - ROWS_MAX} more rows are in the file.")
     if len(heads) > COLUMNS_MAX:
@@ -77,10 +76,24 @@ def _same(flat: Sequence[Mapping[str, tuple[str, bool]]], heads: Sequence[str]) 
     return found if len(found) < len(heads) else {}
 
 
-def _cells(row: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, bool]]]:
+def _alike(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return which dictionaries are columns: those of which each row has half of all keys."""
+    kinds: dict[str, list[set[str]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, dict) and value:
+                kinds.setdefault(key, []).append(set(value))
+    return {
+        key for key, each in kinds.items() if 2 * min(map(len, each)) >= len(set().union(*each))
+    }
+
+
+def _cells(row: Mapping[str, Any], apart: set[str]) -> Iterator[tuple[str, tuple[str, bool]]]:
     for key, value in row.items():
         if key == "trials" and isinstance(value, dict):
             yield from _trials(value)
+        elif isinstance(value, dict) and key not in apart:
+            yield str(key), (shown(value), False)
         elif key != "case":
             yield from _flat(str(key), value, NESTED_MAX)
 
