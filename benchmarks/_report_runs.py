@@ -47,15 +47,15 @@ class Benchmark:
 
 
 BENCHMARKS: Final = (
-    Benchmark("breakdown", 120, 1800, disk=True),
+    Benchmark("breakdown", 150, 1800, disk=True),
     Benchmark("tiers", 150, 900, disk=True),
     Benchmark("load", 90, 900, disk=True),
-    Benchmark("restore", 600, 3600),
+    Benchmark("restore", 560, 3600),
     Benchmark("prefetch", 60, 300, disk=True),
-    Benchmark("replay", 120, 3600),
-    Benchmark("inspector", 60, 600, disk=True),
+    Benchmark("replay", 210, 3600),
+    Benchmark("inspector", 100, 600, disk=True),
     Benchmark("tracing", 30, 120),
-    Benchmark("rivals", 540, 3600, disk=True, extras=("lmcache", "mooncake")),
+    Benchmark("rivals", 420, 3600, disk=True, extras=("lmcache", "mooncake")),
     Benchmark("vllm_ttft", 600, 3600, needs="vllm"),
 )
 """In the order of what to know first: is it worth it here, what can the disk do, under load."""
