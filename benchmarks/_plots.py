@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import matplotlib as mpl
 from _report_colours import FAINT, HUES, INK, PAPER
 from _report_read import shown
+from cycler import cycler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -57,7 +58,7 @@ STYLE: Final = {
     "axes.edgecolor": FAINT,
     "axes.grid": True,
     "axes.labelcolor": INK,
-    "axes.prop_cycle": mpl.cycler(color=[INK]),  # what nobody gave a hue is ink
+    "axes.prop_cycle": cycler(color=[INK]),  # what nobody gave a hue is ink
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlecolor": INK,

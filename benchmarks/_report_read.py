@@ -111,11 +111,12 @@ def run_of(value: Any, source: str) -> Run:
     if isinstance(settings, list):  # the demo's: one setting for each link
         results = [{"case": "setting", **each} for each in settings if isinstance(each, dict)]
         settings = {}
-    kinds = (("settings", settings, dict), ("results", results, list))
-    kinds += (("ratios", value.get("ratios", {}), dict),)
-    for key, found, kind in kinds:
-        if not isinstance(found, kind):
-            raise Unreadable(f"{source}: {key!r} is no {'object' if kind is dict else 'list'}")
+    ratios = value.get("ratios", {})
+    for key, found in (("settings", settings), ("ratios", ratios)):
+        if not isinstance(found, dict):
+            raise Unreadable(f"{source}: {key!r} is no object")
+    if not isinstance(results, list):
+        raise Unreadable(f"{source}: 'results' is no list")
     rows = [row for row in results if isinstance(row, dict)]
     judged = [row for row in rows if judges(row)]
     return Run(
@@ -124,7 +125,7 @@ def run_of(value: Any, source: str) -> Run:
         str(value.get("commit", UNKNOWN)),
         str(value.get("machine", UNKNOWN)),
         settings,
-        tuple(_ratios(value.get("ratios", {}), judged)),
+        tuple(_ratios(ratios, judged)),
         tuple(row for row in rows if not judges(row)),
     )
 
@@ -139,11 +140,11 @@ def _ratios(values: Mapping[str, Any], judged: Iterable[Mapping[str, Any]]) -> I
     found = {str(row["name"]): row for row in judged}
     for name, value in values.items():
         row = found.get(name, {})
-        pairs = row.get("pairs")
-        verdict = row.get("verdict")
+        pairs, verdict = row.get("pairs"), row.get("verdict")
+        measured = number(value)
         yield Measured(
             name,
-            number(value) if number(value) is not None else math.nan,  # type: ignore[arg-type]
+            math.nan if measured is None else measured,
             str(row.get("bar", "")),
             number(row.get("spread")),
             pairs if isinstance(pairs, int) else None,

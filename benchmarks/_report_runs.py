@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -72,7 +72,7 @@ class Asked:
     smoke: bool = False
     extras: tuple[str, ...] = ()
     disk: str = ""
-    pythons: Mapping[str, str] | None = None
+    pythons: Mapping[str, str] = field(default_factory=dict)
     """The interpreters of environments that a benchmark needs, by the environment's name."""
 
     def limit_s(self, benchmark: Benchmark) -> float:
@@ -86,7 +86,7 @@ class Asked:
 
     def command(self, benchmark: Benchmark, folder: Path) -> list[str]:
         """Return how to start a benchmark."""
-        python = (self.pythons or {}).get(benchmark.needs, sys.executable)
+        python = self.pythons.get(benchmark.needs, sys.executable)
         command = [python, str(folder / f"{benchmark.name}.py"), "--json"]
         command.append(str(self.json(benchmark)))
         command += ["--quick"] * self.quick + ["--smoke"] * self.smoke
@@ -163,7 +163,7 @@ def choose(
     for benchmark in [by_name[name] for name in dict.fromkeys(names)] or known:
         if not (folder / f"{benchmark.name}.py").is_file():
             left_out.append(f"{benchmark.name}: left out: there is no {benchmark.name}.py")
-        elif benchmark.needs and benchmark.needs not in (asked.pythons or {}):
+        elif benchmark.needs and benchmark.needs not in asked.pythons:
             left_out.append(f"{benchmark.name}: left out: needs --with {benchmark.needs}")
         else:
             chosen.append(benchmark)
