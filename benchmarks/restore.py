@@ -152,12 +152,16 @@ class Cell:
         return statistics.median(quotients(better(self.stock, self.load), self.hybrid))
 
     @property
+    def optimal_s(self) -> list[float]:
+        """The best split of each round under the rates of that round."""
+        loaded_s = [self.block_load_s * count for count in range(self.blocks + 1)]
+        return [best_split(trial.detail["steps_s"], loaded_s) for trial in self.recompute]
+
+    @property
     def vs_optimal(self) -> float:
         """The best split under the rates of the same round / hybrid."""
-        loaded_s = [self.block_load_s * count for count in range(self.blocks + 1)]
         return statistics.median(
-            best_split(recompute.detail["steps_s"], loaded_s) / hybrid.seconds
-            for recompute, hybrid in zip(self.recompute, self.hybrid, strict=True)
+            best / hybrid.seconds for best, hybrid in zip(self.optimal_s, self.hybrid, strict=True)
         )
 
     @property
@@ -228,6 +232,8 @@ def length(
             mine,
             blocks=blocks,
             load_vs_recompute=factor,
+            link_bytes_per_s=rates[factor],
+            optimal_s=cell.optimal_s,
             vs_better=cell.vs_better,
             vs_optimal=cell.vs_optimal,
             predicted=cell.predicted,

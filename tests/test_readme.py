@@ -28,7 +28,7 @@ def test_there_is_a_program() -> None:
     assert PROGRAMS
 
 
-@pytest.mark.parametrize("name", ["demo", "test", "check"])
+@pytest.mark.parametrize("name", ["bench", "demo", "test", "check"])
 def test_named_scripts_exist(name: str) -> None:
     """The commands that the README names are there and executable."""
     script = ROOT / "tools" / name
