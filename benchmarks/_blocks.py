@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from _disk import Shape, drop_cache, process_cpu_s
+from _disk import CpuClock, Shape, drop_cache
 from _harness import Trial
 
 import kvtier
@@ -142,10 +142,10 @@ class Subject:
         for tensor in self.target.tensors:
             tensor.zero_()
         plan = store.plan(store.lookup(keys), way="load")
-        cpu_s, begun = process_cpu_s(), time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         with store.restore(plan, into=self.target) as session:
             step = session.next_step(WAIT_S_MAX)
-        seconds, cpu_s = time.perf_counter() - begun, process_cpu_s() - cpu_s
+        seconds, cpu_s = time.perf_counter() - begun, cpu.spent()
         assert step is None, f"blocks {step} were not loaded"
         for got, stored in zip(self.target.tensors, self.source.tensors, strict=True):
             same = torch.equal(got.view(torch.int16), stored.view(torch.int16))
@@ -173,9 +173,9 @@ class ColdReads:
         assert tiers == {Tier.SSD}, f"the prompt is not cold: {tiers}"
         drop_cache(segments(self._store))
         written = counter(self._store, "ssd_written_bytes")
-        cpu_s, begun = process_cpu_s(), time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         found = self._store.prefetch(keys).result(WAIT_S_MAX)
-        seconds, cpu_s = time.perf_counter() - begun, process_cpu_s() - cpu_s
+        seconds, cpu_s = time.perf_counter() - begun, cpu.spent()
         written = counter(self._store, "ssd_written_bytes") - written
         assert found == self._subject.blocks, f"{found} of {self._subject.blocks} blocks were read"
         self._subject.verify(self._store, keys)

@@ -8,13 +8,14 @@ moment that it can be looked up, and the restore of it.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from _blocks import COLD_PROMPTS, WAIT_S_MAX, Subject, cold_reads, io_mode, segments
-from _disk import drop_cache, process_cpu_s
+from _disk import CpuClock, drop_cache
 from _harness import Trial
 from _rivals_worker import flip
 
@@ -52,9 +53,9 @@ class Ours:
 
     def write(self) -> Trial:
         """Store a new prompt durably."""
-        before = process_cpu_s()
+        cpu = CpuClock()
         seconds = self._subject.put(self._writing).seconds
-        return Trial(seconds, detail={"cpu_s": process_cpu_s() - before})
+        return Trial(seconds, detail={"cpu_s": cpu.spent()})
 
     def cold(self) -> Trial:
         """Read a prompt from the SSD into host memory."""
@@ -68,9 +69,9 @@ class Ours:
     def memory_write(self) -> Trial:
         """Store a new prompt in host memory only."""
         keys = self._subject.prompt()
-        before, begun = process_cpu_s(), time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         result = self._memory.put(keys, self._subject.source).result(WAIT_S_MAX)
-        seconds, spent = time.perf_counter() - begun, process_cpu_s() - before
+        seconds, spent = time.perf_counter() - begun, cpu.spent()
         assert result.stored == self._subject.blocks, f"{result} of {self._subject.blocks} blocks"
         self._memory.flush(WAIT_S_MAX)
         self._held = keys
@@ -96,6 +97,7 @@ def ours(subject: Subject, folder: Path) -> Iterator[Ours]:
 
 def damage(subject: Subject, folder: Path) -> str:
     """Spoil a store's segments as the rivals' files; returns what a read made of it."""
+    logging.getLogger("kvtier").setLevel(logging.ERROR)  # it says which blocks are damaged
     with subject.open(folder / "damage", prompts=COLD_PROMPTS, host=0.0) as store:
         keys = subject.put(store).detail["keys"]
         flip(os.fspath(segments(store)))

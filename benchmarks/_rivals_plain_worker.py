@@ -61,12 +61,13 @@ class Files:
         *,
         synced: bool,
         checks: str,
+        sync: Callable[[str], None] | None = None,
     ) -> None:
         self.memory = memory
         self.folder = folder
         self._save = save
         self._load = load
-        self._synced = synced
+        self._sync = (sync or sync_path) if synced else None
         self._threads = ThreadPoolExecutor(THREADS)
         self.facts = Facts(
             "synced" if synced else "unsynced", ("one_by_one", "threads"), checks,
@@ -85,14 +86,14 @@ class Files:
     def write(self) -> None:
         """Write all files, four at a time."""
         list(self._threads.map(self._write_one, range(len(self.memory.blocks))))
-        if self._synced:
-            sync(self.folder)
+        if self._sync:
+            self._sync(self.folder)
 
     def _write_one(self, block: int) -> None:
         beside = f"{self.path(block)}.new"
         self._save(tensor_of(self.memory.blocks[block], self.memory.shape), beside)
-        if self._synced:
-            sync(beside)
+        if self._sync:
+            self._sync(beside)
         os.rename(beside, self.path(block))
 
     def spoil(self, *, cold: bool) -> None:  # noqa: ARG002 - nothing stays mapped
@@ -117,7 +118,7 @@ class Files:
         """Nothing is kept."""
 
 
-def sync(path: str) -> None:
+def sync_path(path: str) -> None:
     """Sync a file or a folder."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from _harness import Trial
+from _rivals_worker import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +60,16 @@ class Source:
         return (kept / self.package.replace("==", "-")).absolute()
 
 
-def environment(source: Source, folder: Path, tick: Callable[[], None]) -> Path:
-    """Return the Python of a rival's environment in ``folder``, making it if it is not there."""
+def environment(
+    source: Source,
+    folder: Path,
+    tick: Callable[[], None],
+    run: Callable[[Sequence[str], Mapping[str, str]], None] | None = None,
+) -> Path:
+    """Return the Python of a rival's environment in ``folder``, making it if it is not there.
+
+    ``run`` runs a command with an environment, or raises ``RivalMissing``.
+    """
     if not source.steps:
         return Path(sys.executable)
     python, mark = folder / "bin" / "python", folder / MARK
@@ -76,7 +85,7 @@ def environment(source: Source, folder: Path, tick: Callable[[], None]) -> Path:
     commands += [[*pip, *step] for step in source.steps]
     commands += [[str(python), "-c", f"import {source.probe}"]]
     for command in commands:
-        _run(command, source)
+        (run or _run)(command, _clean(source))
         tick()
     mark.write_text(wanted, encoding="utf-8")
     return python
@@ -88,10 +97,10 @@ def _clean(source: Source) -> dict[str, str]:
     return {**env, **(source.quiet or {})}
 
 
-def _run(command: Sequence[str], source: Source) -> None:
+def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
     try:
         done = subprocess.run(  # noqa: S603 - pip and the environment's own Python
-            command, env=_clean(source), capture_output=True, text=True, timeout=INSTALL_S_MAX,
+            command, env=dict(env), capture_output=True, text=True, timeout=INSTALL_S_MAX,
             check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -99,17 +108,6 @@ def _run(command: Sequence[str], source: Source) -> None:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-3:]
         raise RivalMissing(f"{' '.join(command[:4])} ... failed: {' / '.join(last)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a worker says about one of its backends."""
-
-    durability: str
-    ways: tuple[str, ...]
-    checks: str
-    durable: str
-    cold: bool
 
 
 class Rival:

@@ -3,7 +3,7 @@
 Reads one JSON request a line from standard input and answers each with one JSON line on what was
 standard output. Requests: {"op": "open", ...} once, then {"op": "write", "backend": NAME},
 {"op": "read", "backend": NAME, "way": WAY, "cold": BOOL} and {"op": "damage", "backend": NAME}.
-Needs numpy only; nothing of kvtier is imported here.
+Needs numpy only; nothing of kvtier is imported here, and its folder is on the path.
 
 A write counts from the caller's memory to the moment that the backend calls done. A read counts
 from the call to the last byte in memory of the reader; afterwards every byte is compared.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
+from _disk import CpuClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,24 +105,11 @@ def drop_cache(folder: str, *, sync: bool) -> None:
         os.close(fd)
 
 
-def cpu_s() -> float:
-    """Return the CPU seconds of this process and of its children that live."""
-    total = time.process_time()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
-            continue
-        if int(fields[1]) == os.getpid():
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def flip(folder: str) -> None:
+def flip(folder: str, start: int = DAMAGE_START) -> None:
     """Change some bytes of every few MiB of every file, on the disk."""
     for path in files(folder):
         fd = os.open(path, os.O_RDWR)
-        for offset in range(DAMAGE_START, os.fstat(fd).st_size - DAMAGE_BYTES, DAMAGE_STRIDE):
+        for offset in range(start, os.fstat(fd).st_size - DAMAGE_BYTES, DAMAGE_STRIDE):
             old = np.frombuffer(os.pread(fd, DAMAGE_BYTES, offset), np.uint8)
             os.pwrite(fd, (old ^ 0xFF).tobytes(), offset)
         os.fsync(fd)
@@ -134,8 +122,10 @@ class Server:
     def __init__(
         self,
         make: Callable[[Mapping[str, Any]], tuple[Mapping[str, Backend], Mapping[str, str]]],
+        damage_start: int = DAMAGE_START,
     ) -> None:
         self._make = make
+        self._damage_start = damage_start
         self._backends: Mapping[str, Backend] = {}
         self._expected: np.ndarray[Any, Any] = np.empty((0, 0), np.uint8)
 
@@ -159,9 +149,9 @@ class Server:
     @staticmethod
     def _write(backend: Backend) -> dict[str, Any]:
         backend.clear()
-        before, begun = cpu_s(), time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         backend.write()
-        seconds, spent = time.perf_counter() - begun, cpu_s() - before
+        seconds, spent = time.perf_counter() - begun, cpu.spent()
         if backend.folder:  # nobody else's turn is to pay for what is still to be written
             drop_cache(backend.folder, sync=True)
         return {"seconds": seconds, "cpu_s": spent}
@@ -172,9 +162,9 @@ class Server:
         backend.spoil(cold=cold)
         if cold and backend.folder:
             drop_cache(backend.folder, sync=False)
-        before, begun = cpu_s(), time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         found = backend.read(way)
-        seconds, spent = time.perf_counter() - begun, cpu_s() - before
+        seconds, spent = time.perf_counter() - begun, cpu.spent()
         assert self._wrong(backend, found) == 0, f"{way}: wrong bytes"
         backend.release(found)
         return {"seconds": seconds, "cpu_s": spent}
@@ -194,7 +184,7 @@ class Server:
         if not backend.folder:
             return {"outcome": ""}
         backend.spoil(cold=True)
-        flip(backend.folder)
+        flip(backend.folder, self._damage_start)
         drop_cache(backend.folder, sync=True)
         try:
             wrong = self._wrong(backend, backend.read(backend.facts.ways[0]))

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-from _harness import Bar, Ratio, Trial, interleave, measure, quotients
+from _harness import ATTEMPTS_MAX, Bar, Ratio, Trial, interleave, measure, quotients
 from _subjects import Strategy, smollm2, tiny
 from rich.box import SIMPLE
 from rich.table import Table
@@ -94,7 +94,7 @@ def one_block(plan: kvtier.RestorePlan, block: int) -> kvtier.RestorePlan:
 
 
 class Race:
-    """A session: compute takes blocks from the head, loads take them from the tail, until they meet.
+    """A session: compute takes blocks from the head, loads from the tail, until they meet.
 
     No cost model and no guard: whoever is free takes the next block; one load is under way at a
     time, and what it has taken it brings. ``load`` loads one block and returns when it is in place.
@@ -227,7 +227,8 @@ def compare(bench: Bench, subject: Subject, blocks: int, factors: Sequence[float
             over(STRATEGIES["load"])  # measures the link
             ways: dict[str, Callable[[], Trial]] = {"recompute": partial(subject.stock, blocks)}
             ways |= {name: partial(over, each) for name, each in STRATEGIES.items()}
-            found[factor] = interleave(ways, bench.options.pairs, tick)
+            attempts_max = 1 if bench.options.smoke else ATTEMPTS_MAX
+            found[factor] = interleave(ways, bench.options.pairs, tick, attempts_max)
             bench.record(
                 "strategies", found[factor], load_vs_recompute=factor, link_bytes_per_s=rate,
                 blocks=blocks, source="measured here",

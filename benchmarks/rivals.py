@@ -24,7 +24,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 import torch
-from _blocks import MIB, Subject
+from _blocks import Subject
 from _disk import file_system, need_free, work_folder
 from _harness import Bar, Bench, parse
 from _rivals_kvtier import CHECKS, DURABLE, damage
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 PARTS: Final = ("storage", "strategies")
 BLOCK_MIB: Final = 32
+SMOKE_MIB: Final = 1
 COPIES: Final = 20
 """Disk that one round takes, in passes: LMCache's backends each store the blocks for themselves."""
 LMCACHE_BARS: Final = {
@@ -52,14 +53,15 @@ MISSING: Final = 3
 def storage(bench: Bench, wanted: Sequence[str]) -> list[str]:
     """Measure every rival's storage; returns the names of those that were skipped."""
     options = bench.options
-    pass_bytes = (2 if options.smoke else 8 if options.quick else 32) * BLOCK_MIB * MIB
-    subject = Subject(BLOCK_MIB, pass_bytes // (BLOCK_MIB * MIB))
+    mib = SMOKE_MIB if options.smoke else BLOCK_MIB
+    subject = Subject(mib, 8 if options.quick or options.smoke else 32)
+    pass_bytes = subject.bytes
     rows: list[Row] = []
     missing = []
     with work_folder(options.paths["dir"], bench.console) as folder:
         need_free(folder, COPIES * pass_bytes)
         bench.settings |= {
-            "file_system": file_system(folder), "pass_bytes": pass_bytes, "block_mib": BLOCK_MIB,
+            "file_system": file_system(folder), "pass_bytes": pass_bytes, "block_mib": mib,
         }  # fmt: skip
         for name in wanted:
             try:
@@ -76,7 +78,7 @@ def storage(bench: Bench, wanted: Sequence[str]) -> list[str]:
     show(bench.console, rows, pass_bytes, {**ours, "unsynced": ours["synced"]})
     bench.console.print(sentence(stands), markup=False)
     bench.console.print(
-        f"cold reads, {BLOCK_MIB} MiB blocks, {bench.settings.get('io')} I/O, "
+        f"{subject.blocks} blocks of {mib} MiB, {bench.settings.get('io')} I/O, "
         f"{bench.settings['file_system']}; kvtier has no unsynced mode: there, too, its writes are "
         "durable. Red: ahead of kvtier; yellow: within the spread."
     )
