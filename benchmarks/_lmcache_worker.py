@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 sys.path.append(str(Path(__file__).parent))
-from _rivals_worker import PAGE, Backend, Facts, Server, private_stdout, serve
+from _rivals_worker import PAGE, Backend, Facts, Rows, Server, private_stdout, serve
 
 ANSWERS: Final = private_stdout() if __name__ == "__main__" else sys.stdout
 
@@ -280,15 +280,15 @@ class SecondLevel(OnDisk):
         return memory
 
 
-class CpuMemory:
+class CpuMemory(Rows):
     """The in-process engine's CPU memory: its first tier."""
 
     def __init__(self, pool: Pool) -> None:
+        super().__init__(np.ones_like(pool.expected))
         self.folder = ""
         self.facts = Facts("memory", ("get",), "none", "-", cold=False)
         self._pool = pool
         self._keys = keys_of(pool.blocks)
-        self._into = np.ones_like(pool.expected)
 
     def clear(self) -> None:
         """Remove all blocks."""
@@ -301,29 +301,15 @@ class CpuMemory:
         self._pool.backend.batched_submit_put_task(self._keys, memory)
         give_back(memory)
 
-    def spoil(self, *, cold: bool) -> None:  # noqa: ARG002 - it has no cold read
-        """Spoil what is read into."""
-        self._into[:, ::PAGE] ^= 0xFF
-
     def read(self, way: str) -> Sequence[Any]:
         """Get and copy out, block by block."""
         assert way == "get"
-        for key, into in zip(self._keys, self._into, strict=True):
+        for key, into in zip(self._keys, self.into, strict=True):
             memory = self._pool.backend.get_blocking(key)
             assert memory is not None, "a block is gone"
             np.copyto(into, as_array(memory))
             memory.ref_count_down()
-        return list(self._into)
-
-    @staticmethod
-    def array(block: Any) -> np.ndarray[Any, Any]:
-        """Return a block's bytes."""
-        row: np.ndarray[Any, Any] = block
-        return row
-
-    @staticmethod
-    def release(blocks: Sequence[Any]) -> None:
-        """Nothing was lent."""
+        return list(self.into)
 
 
 def wait_readable(fd: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 sys.path.append(str(Path(__file__).parent))
-from _rivals_worker import Backend, Facts, Server, private_stdout, serve
+from _rivals_worker import Backend, Facts, Rows, Server, private_stdout, serve
 
 ANSWERS: Final = private_stdout() if __name__ == "__main__" else sys.stdout
 
@@ -35,7 +35,6 @@ SEGMENT_PASSES: Final = 3
 BUFFER_BYTES: Final = 64 << 20
 START_S_MAX: Final = 30.0
 TRY_S: Final = 0.1
-PAGE: Final = 4096
 
 
 def free_port() -> int:
@@ -87,18 +86,18 @@ def owner(address: str, segment_bytes: int) -> None:
     assert process.stdout.readline().strip() == b"ready", "mooncake's owner did not start"
 
 
-class Batches:
+class Batches(Rows):
     """All blocks in one batch."""
 
     def __init__(self, store: Any, expected: np.ndarray[Any, Any], durable: str) -> None:
+        super().__init__(np.ones_like(expected))
         self.folder = ""
         self.facts = Facts("memory", ("batch",), "none", durable, cold=False)
         self._store = store
         self._blocks = expected
-        self._into = np.ones_like(expected)
         self._sizes = [expected.shape[1]] * len(expected)
         self._keys = [f"block-{number}" for number in range(len(expected))]
-        for memory in (self._blocks, self._into):
+        for memory in (self._blocks, self.into):
             status = store.register_buffer(memory.ctypes.data, memory.nbytes)
             assert status == 0, f"mooncake's register_buffer said {status}"
 
@@ -111,26 +110,12 @@ class Batches:
         done = self._store.batch_put_from(self._keys, pointers(self._blocks), self._sizes)
         assert not any(done), f"mooncake's put said {done}"
 
-    def spoil(self, *, cold: bool) -> None:  # noqa: ARG002 - it has no cold read
-        """Spoil what is read into."""
-        self._into[:, ::PAGE] ^= 0xFF
-
     def read(self, way: str) -> Sequence[Any]:
         """Get all blocks."""
         assert way == "batch"
-        found = self._store.batch_get_into(self._keys, pointers(self._into), self._sizes)
+        found = self._store.batch_get_into(self._keys, pointers(self.into), self._sizes)
         assert list(found) == self._sizes, f"mooncake's get said {found}"
-        return list(self._into)
-
-    @staticmethod
-    def array(block: Any) -> np.ndarray[Any, Any]:
-        """Return a block's bytes."""
-        row: np.ndarray[Any, Any] = block
-        return row
-
-    @staticmethod
-    def release(blocks: Sequence[Any]) -> None:
-        """Nothing was lent."""
+        return list(self.into)
 
 
 def pointers(blocks: np.ndarray[Any, Any]) -> list[int]:

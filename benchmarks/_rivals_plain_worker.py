@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 sys.path.append(str(Path(__file__).parent))
-from _rivals_worker import Backend, Facts, Server, private_stdout, serve
+from _rivals_worker import PAGE, Backend, Facts, Rows, Server, private_stdout, serve
 
 ANSWERS: Final = private_stdout() if __name__ == "__main__" else sys.stdout
 
@@ -46,7 +46,7 @@ class Memory:
 
     def spoil(self) -> None:
         """Make every page differ."""
-        self.into[:, ::4096] ^= 0xFF
+        self.into[:, ::PAGE] ^= 0xFF
 
 
 class Files:
@@ -150,10 +150,11 @@ def safetensors_files(memory: Memory, folder: str, *, synced: bool) -> Files:
     return Files(memory, folder, save, mapped, synced=synced, checks="sizes")
 
 
-class Values:
+class Values(Rows):
     """Values in LMDB, copied out of its map."""
 
     def __init__(self, memory: Memory, folder: str, *, synced: bool) -> None:
+        super().__init__(memory.into)
         self.memory = memory
         self.folder = folder
         self._synced = synced
@@ -184,7 +185,7 @@ class Values:
 
     def spoil(self, *, cold: bool) -> None:
         """Spoil what is read into; mapped pages cannot leave the page cache."""
-        self.memory.spoil()
+        super().spoil(cold=cold)
         if cold:
             self._env.close()
             self._env = self._open()
@@ -193,21 +194,11 @@ class Values:
         """Copy all values out."""
         assert way == "get"
         with self._env.begin(buffers=True) as txn:
-            for key, into in zip(self._keys, self.memory.into, strict=True):
+            for key, into in zip(self._keys, self.into, strict=True):
                 found = txn.get(key)
                 assert found is not None, "a value is gone"
                 np.copyto(into, np.frombuffer(found, np.uint8))
-        return list(self.memory.into)
-
-    @staticmethod
-    def array(block: Any) -> np.ndarray[Any, Any]:
-        """Return a block's bytes."""
-        row: np.ndarray[Any, Any] = block
-        return row
-
-    @staticmethod
-    def release(blocks: Sequence[Any]) -> None:
-        """Nothing is kept."""
+        return list(self.into)
 
 
 def make(settings: Mapping[str, Any]) -> tuple[dict[str, Backend], dict[str, str]]:

@@ -72,6 +72,27 @@ class Backend(Protocol):
         """Take back what ``read`` returned."""
 
 
+class Rows:
+    """Reads into memory of the reader's own: ``into``, one row per block, every page touched."""
+
+    def __init__(self, into: np.ndarray[Any, Any]) -> None:
+        self.into = into
+
+    def spoil(self, *, cold: bool) -> None:  # noqa: ARG002 - nothing stays mapped
+        """Make every page differ."""
+        self.into[:, ::PAGE] ^= 0xFF
+
+    @staticmethod
+    def array(block: Any) -> np.ndarray[Any, Any]:
+        """Return a block's bytes."""
+        row: np.ndarray[Any, Any] = block
+        return row
+
+    @staticmethod
+    def release(blocks: Sequence[Any]) -> None:
+        """Nothing was lent."""
+
+
 def private_stdout() -> TextIO:
     """Keep the real standard output for answers: libraries print on it."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
