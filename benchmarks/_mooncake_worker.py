@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HOST: Final = "127.0.0.1"
 LEASE_MS: Final = 5000
 """How long what was got may not be evicted: longer than any transfer."""
-SEGMENT_PASSES: Final = 3
+SEGMENT_PASSES: Final = 2
 """Memory of a store, in passes: it evicts from nine tenths on, and is never to."""
 BUFFER_BYTES: Final = 64 << 20
 START_S_MAX: Final = 30.0

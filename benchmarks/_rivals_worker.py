@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -148,6 +149,8 @@ class Server:
         self._make = make
         self._damage_start = damage_start
         self._backends: Mapping[str, Backend] = {}
+        self._kept: set[Backend] = set()
+        """What was read since it was written: whatever it keeps in memory is there."""
         self._expected: np.ndarray[Any, Any] = np.empty((0, 0), np.uint8)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,9 +170,9 @@ class Server:
         facts = {name: asdict(backend.facts) for name, backend in self._backends.items()}
         return {"backends": facts, "skipped": dict(skipped)}
 
-    @staticmethod
-    def _write(backend: Backend) -> dict[str, Any]:
+    def _write(self, backend: Backend) -> dict[str, Any]:
         backend.clear()
+        self._kept.discard(backend)
         cpu, begun = CpuClock(), time.perf_counter()
         backend.write()
         seconds, spent = time.perf_counter() - begun, cpu.spent()
@@ -178,7 +181,7 @@ class Server:
         return {"seconds": seconds, "cpu_s": spent}
 
     def _read(self, backend: Backend, way: str, *, cold: bool) -> dict[str, Any]:
-        if not cold:
+        if not cold and backend not in self._kept:
             backend.release(backend.read(way))
         backend.spoil(cold=cold)
         if cold and backend.folder:
@@ -188,6 +191,7 @@ class Server:
         seconds, spent = time.perf_counter() - begun, cpu.spent()
         assert self._wrong(backend, found) == 0, f"{way}: wrong bytes"
         backend.release(found)
+        self._kept.add(backend)
         return {"seconds": seconds, "cpu_s": spent}
 
     def _wrong(self, backend: Backend, found: Sequence[Any]) -> int:
@@ -222,4 +226,6 @@ def serve(server: Server, answers: TextIO) -> None:
         except Exception as error:  # noqa: BLE001 - whatever it was, the other side reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
+    if os.getpgid(0) == os.getpid():  # whoever asked is gone: so is what was started for it
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)  # threads and loops of the rivals do not end by themselves

@@ -223,6 +223,51 @@ def test_spoilt_files_are_told_from_whole_ones(
     assert re.fullmatch(outcome, server.answer(request)["outcome"])
 
 
+class Counted:
+    """A backend in memory that counts its reads and can lose its bytes."""
+
+    folder = ""
+
+    def __init__(self, facts: Any, expected: np.ndarray[Any, Any]) -> None:
+        self.facts = facts
+        self.reads = 0
+        self._expected = expected
+
+    def clear(self) -> None: ...
+    def write(self) -> None: ...
+    def spoil(self, *, cold: bool) -> None: ...
+    def release(self, blocks: Any) -> None: ...
+
+    def read(self, way: str) -> Any:
+        self.reads += 1
+        return list(self._expected)
+
+    def array(self, block: Any) -> Any:
+        return block
+
+
+def test_a_warm_read_follows_another_read(worker: Any) -> None:
+    """Whatever a backend keeps in memory is there, also right after a write; one read is timed."""
+    facts = worker.Facts("memory", ("get",), "none", "-", cold=False)
+    made: list[Counted] = []
+
+    def make(settings: Any) -> Any:
+        made.append(Counted(facts, settings["expected"]))
+        return {"cpu": made[0]}, {}
+
+    server = worker.Server(make)
+    server.answer({"op": "open", **BLOCKS})
+    read = {"op": "read", "backend": "cpu", "way": "get", "cold": False}
+    counts = []
+    for request in ({"op": "write", "backend": "cpu"}, read, read):
+        server.answer(request)
+        counts.append(made[0].reads)
+    server.answer({"op": "write", "backend": "cpu"})
+    server.answer(read)
+    assert [*counts, made[0].reads] == [0, 2, 3, 5]
+    assert server.answer({"op": "damage", "backend": "cpu"})["outcome"] == ""
+
+
 # -- tables
 
 
