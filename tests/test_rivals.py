@@ -237,7 +237,7 @@ class Counted:
         """Nothing to forget."""
 
     def write(self) -> None:
-        """It is stored already."""
+        """Store nothing: it is there already."""
 
     def spoil(self, *, cold: bool) -> None:
         """Nothing is copied."""
