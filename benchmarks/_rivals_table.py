@@ -156,9 +156,13 @@ def sentence(stands: Iterable[tuple[Row, Ratio]]) -> str:
     said: dict[str, list[str]] = {"met": [], "missed": [], "not decided": []}
     for row, ratio in stands:
         what = ratio.name.removesuffix("_vs_best").replace("_", " ")
-        if ratio.verdict != "met":
+        # As quick as the best rival meets the bar; to be ahead is more than the spread.
+        verdict = ratio.verdict
+        if verdict == "met" and ratio.value - 1 <= ratio.spread:
+            verdict = "not decided"
+        if verdict != "met":
             what += f" ({row.name}: x{ratio.value:.2f} +- {ratio.spread:.2f})"
-        said[ratio.verdict].append(what)
+        said[verdict].append(what)
     parts = [
         f"{words} {', '.join(said[verdict]) or 'nothing'}"
         for verdict, words in (

@@ -334,6 +334,8 @@ def test_the_sentence_names_whom_kvtier_is_behind(harness: Any, table: Any) -> N
     assert "ahead of every rival of its class in synced write cpu" in said
     assert "behind in synced write (quick one: x0.50 +- 0.05)" in said
     assert "not decided" not in said
+    level = table.sentence(table.class_ratios([row(harness, table, "level one", 2.1)]))
+    assert "not decided in synced write (level one: x1.05 +- 0.10)" in level
 
 
 def test_rates_and_cpu_time_are_medians(harness: Any, table: Any) -> None:
