@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from _disk import Shape, drop_cache, process_cpu_s
+from _disk import CpuClock, Shape, drop_cache
 from _harness import Trial
 
 import kvtier
@@ -136,18 +136,22 @@ class Subject:
 
     def verify(self, store: Store, keys: BlockKeys) -> float:
         """Restore a stored prompt and compare every byte; returns the seconds of the restore."""
+        return self.restored(store, keys).seconds
+
+    def restored(self, store: Store, keys: BlockKeys) -> Trial:
+        """Restore a stored prompt and compare every byte; the comparison does not count."""
         for tensor in self.target.tensors:
             tensor.zero_()
         plan = store.plan(store.lookup(keys), way="load")
-        begun = time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         with store.restore(plan, into=self.target) as session:
             step = session.next_step(WAIT_S_MAX)
-        seconds = time.perf_counter() - begun
+        seconds, cpu_s = time.perf_counter() - begun, cpu.spent()
         assert step is None, f"blocks {step} were not loaded"
         for got, stored in zip(self.target.tensors, self.source.tensors, strict=True):
             same = torch.equal(got.view(torch.int16), stored.view(torch.int16))
             assert same, "restored KV differs from what was stored"
-        return seconds
+        return Trial(seconds, detail={"cpu_s": cpu_s})
 
 
 class ColdReads:
@@ -170,13 +174,20 @@ class ColdReads:
         assert tiers == {Tier.SSD}, f"the prompt is not cold: {tiers}"
         drop_cache(segments(self._store))
         written = counter(self._store, "ssd_written_bytes")
-        cpu_s, begun = process_cpu_s(), time.perf_counter()
+        cpu, begun = CpuClock(), time.perf_counter()
         found = self._store.prefetch(keys).result(WAIT_S_MAX)
-        seconds, cpu_s = time.perf_counter() - begun, process_cpu_s() - cpu_s
+        seconds, cpu_s = time.perf_counter() - begun, cpu.spent()
         written = counter(self._store, "ssd_written_bytes") - written
         assert found == self._subject.blocks, f"{found} of {self._subject.blocks} blocks were read"
         self._subject.verify(self._store, keys)
         return Trial(seconds, detail={"cpu_s": cpu_s, "written_bytes": written})
+
+    def warm(self) -> Trial:
+        """Restore the prompt that was read last, from host memory."""
+        keys = self._prompts[-1]
+        tiers = set(self._store.lookup(keys).tiers)
+        assert tiers == {Tier.HOST}, f"the prompt is not in host memory: {tiers}"
+        return self._subject.restored(self._store, keys)
 
 
 @contextmanager

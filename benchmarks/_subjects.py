@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +35,7 @@ from kvtier.tiers.fs import PosixFileSystem
 from kvtier_demo.prompt import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvtier.planner import Way
     from kvtier.tiers.fs import FileSystem
@@ -166,11 +167,29 @@ class Meter:
         self.steps.append(self.watch.wall_s - self._before)
 
 
+Begin = Callable[[kvtier.Store, kvtier.RestorePlan, kvtier.TensorSlots], Any]
+"""Begins the session in which a plan is carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What is done with a stored prefix: how it is planned, and how the plan is carried out."""
+
+    plan: Callable[[kvtier.Store, kvtier.Residency], kvtier.RestorePlan]
+    begin: Begin = kvtier.Store.restore
+
+    @classmethod
+    def of(cls, way: Way) -> Strategy:
+        """Return kvtier's own."""
+        return cls(lambda store, residency: store.plan(residency, way=way))
+
+
 @dataclass(slots=True)
 class PoisonedStore:
     """A store that fills an engine's slots with NaN before it restores into them."""
 
     store: kvtier.Store
+    begin: Begin = kvtier.Store.restore
     seconds: float = 0.0
 
     def restore(self, plan: kvtier.RestorePlan, into: kvtier.TensorSlots) -> kvtier.RestoreSession:
@@ -179,7 +198,7 @@ class PoisonedStore:
         for tensor in into.tensors:
             tensor.fill_(math.nan)
         self.seconds += time.perf_counter() - begun
-        return self.store.restore(plan, into)
+        return self.begin(self.store, plan, into)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
@@ -245,7 +264,7 @@ class Subject:
         self,
         blocks: int,
         link: kvtier.LinkThrottle | None,
-        way: Way = "best",
+        way: Way | Strategy = "best",
         *,
         fs: FileSystem | None = None,
         device: str = "cpu",
@@ -267,13 +286,14 @@ class Subject:
         self,
         blocks: int,
         link: kvtier.LinkThrottle | None,
-        way: Way,
+        way: Way | Strategy,
         *,
         fs: FileSystem | None = None,
         device: str = "cpu",
         on: Callable[[Callable[[], Any]], Any] = lambda work: work(),
         trace: kvtier.Trace | None = None,
     ) -> Restored:
+        strategy = way if isinstance(way, Strategy) else Strategy.of(way)
         ids = self.ids[:, : blocks * BLOCK + SUFFIX]
         links = {} if link is None else {"ssd": link}
         settings: dict[str, Any] = {"host_bytes": 0, "ssd_bytes": "4GiB", "links": links}
@@ -284,13 +304,13 @@ class Subject:
             kvtier_hf.attach(self.model, store) as kv,
             Meter(self.model) as meter,
         ):
-            poisoned = PoisonedStore(store)
+            poisoned = PoisonedStore(store, strategy.begin)
             kv.store = cast("Any", poisoned)
             believed = store.costs
 
             def work() -> tuple[kvtier.RestorePlan, kvtier_hf.KVTierCache, float]:
                 begun = time.perf_counter()
-                plan = store.plan(store.lookup(store.keys(ids)), way=way)
+                plan = strategy.plan(store, store.lookup(store.keys(ids)))
                 cache = kv.prefill(ids, plan=plan)
                 return plan, cache, time.perf_counter() - begun - poisoned.seconds
 

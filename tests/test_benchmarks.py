@@ -34,12 +34,6 @@ def disk(harness: Any) -> Any:
     return importlib.import_module("_disk")
 
 
-@pytest.fixture
-def rival(harness: Any) -> Any:
-    """Import the side that talks to LMCache."""
-    return importlib.import_module("_lmcache_env")
-
-
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark in its quickest setting."""
     return subprocess.run(
@@ -379,47 +373,6 @@ def test_tiers_runs_on_the_smallest_cases(tmp_path: Path) -> None:
     assert value["settings"]["million_blocks"] == 4096
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert not list(folder.iterdir())
-
-
-# -- the rivals
-
-
-def fake_python(tmp_path: Path, *answers: str) -> Path:
-    """Return a program that answers one line to each request, whatever it is asked."""
-    lines = "".join(f"read request; echo '{answer}'\n" for answer in answers)
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\n{lines}echo 'out of memory' >&2\n")
-    path.chmod(0o700)
-    return path
-
-
-def test_a_rival_is_asked_line_by_line(rival: Any, tmp_path: Path) -> None:
-    """Opened once, then timed load by load; whatever goes wrong there is told as its reason."""
-    answers = '{"paths": ["a", "b"]}', '{"seconds": 1.5}', '{"error": "AssertionError: wrong"}'
-    with rival.Rival(fake_python(tmp_path, *answers), tmp_path, {"blocks": 1}) as lmcache:
-        assert lmcache.paths == ["a", "b"]
-        assert lmcache.load("a") == 1.5
-        with pytest.raises(rival.RivalMissing, match="could not load: AssertionError: wrong"):
-            lmcache.load("b")
-        with pytest.raises(rival.RivalMissing, match="process ended: out of memory"):
-            lmcache.load("b")
-
-
-def test_a_rival_that_does_not_start_says_why(rival: Any, tmp_path: Path) -> None:
-    """Its last words are in the error."""
-    with pytest.raises(rival.RivalMissing, match="process ended: out of memory"):
-        rival.Rival(fake_python(tmp_path), tmp_path, {"blocks": 1})
-
-
-def test_without_the_rival_there_are_no_ratios(tmp_path: Path) -> None:
-    """Status 3 and the reason."""
-    pytest.importorskip("rich")
-    (tmp_path / "file").touch()
-    out = tmp_path / "rivals.json"
-    done = run("rivals.py", "--env", str(tmp_path / "file" / "x"), "--json", str(out))
-    assert done.returncode == 3, done.stderr[-2000:]
-    assert "no environment can be made" in " ".join(done.stdout.split())
-    assert not out.exists()
 
 
 # -- the inspector benchmark
