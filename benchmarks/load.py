@@ -112,13 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = measure(bench, folder, workloads)
     if outcomes:
         bench.console.print(table(outcomes))
-    status = bench.finish()
     blocks = Blocks(
         right=sum(each.right_blocks for each in outcomes) + (made.right if made else 0),
         wrong=sum(each.wrong_blocks for each in outcomes) + (made.wrong if made else 0),
         damaged=sum(each.damaged_blocks for each in outcomes) + (made.damaged if made else 0),
     )
-    bench.console.print(verdict(bench.ratios, outcomes, blocks), highlight=False)
+    said = verdict(bench.ratios, outcomes, blocks)
+    bench.results.append({"case": "verdict", "text": said})
+    status = bench.finish()
+    bench.console.print(said, highlight=False)
     return WRONG if blocks.wrong else status
 
 

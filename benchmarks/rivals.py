@@ -76,7 +76,9 @@ def storage(bench: Bench, wanted: Sequence[str]) -> list[str]:
     record(bench, rows, pass_bytes)
     ours = {"synced": (checks, DURABLE), "memory": (CHECKS, "-")}
     show(bench.console, rows, pass_bytes, {**ours, "unsynced": ours["synced"]})
-    bench.console.print(sentence(stands), markup=False)
+    said = sentence(stands)
+    bench.results.append({"case": "verdict", "text": said})
+    bench.console.print(said, markup=False)
     bench.console.print(
         f"{subject.blocks} blocks of {mib} MiB, {bench.settings.get('io')} I/O, "
         f"{bench.settings['file_system']}; red is ahead of kvtier, yellow within the spread. "
