@@ -276,9 +276,7 @@ class Subject:
         """
         return self._restored(blocks, link, way, fs=fs, device=device, on=on).trial
 
-    def traced(
-        self, blocks: int, link: kvtier.LinkThrottle | None, way: Way = "best"
-    ) -> Restored:
+    def traced(self, blocks: int, link: kvtier.LinkThrottle | None, way: Way = "best") -> Restored:
         """Restore like ``restore`` and note what each lane did."""
         return self._restored(blocks, link, way, trace=kvtier.Trace())
 
