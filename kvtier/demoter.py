@@ -67,6 +67,8 @@ class Demoter:
 
     def nudge(self) -> None:
         """Take note that host copies came, or may go now; never waits for a disk."""
+        if not self._high:
+            return  # no host tier: copies in passing go with their last use
         with self._catalog.changed:
             ready = self._catalog.ready(Tier.HOST)
             with self._work:

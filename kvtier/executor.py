@@ -43,6 +43,8 @@ from kvtier.state import TIER_OF, BlockState, RestoreState, begin
 __all__ = ["BlockState", "RestoreState", "advance", "begin"]
 
 LOADS_INFLIGHT_MIN: Final = 2
+LOADS_ALONE: Final = 4
+"""Loads in flight where nothing is recomputed: a disk needs so many, and no front reaches them."""
 SECONDS_MIN: Final = 1e-9
 WAKE_S_MIN: Final = 0.005
 COVER_S: Final = 0.02
@@ -187,8 +189,9 @@ class _Machine:
         loads = {tier: blocks[share[tier] :] for tier, blocks in mine.items()}
         # What the SSD has read is copied after the host copies in flight: few, while both go on.
         both = all(load.size for load in loads.values())
+        least = LOADS_INFLIGHT_MIN if last >= 0 or self.state.step else LOADS_ALONE
         for tier, load in loads.items():
-            depth = self._depth(outlook.load_s(tier))
+            depth = self._depth(outlook.load_s(tier), least)
             if both and tier is Tier.HOST:
                 depth = min(depth, LOADS_INFLIGHT_MIN)
             room = depth - outlook.inflight(tier)
@@ -203,9 +206,9 @@ class _Machine:
                 self.link_free[tier] = free + outlook.load_s(tier)
                 self.actions.append(StartLoad(block, tier))
 
-    def _depth(self, load_s: float) -> int:
-        extra = int(COVER_S / max(load_s, SECONDS_MIN))
-        return min(self.state.loads_inflight_max, LOADS_INFLIGHT_MIN + extra)
+    def _depth(self, load_s: float, least: int) -> int:
+        cover = LOADS_INFLIGHT_MIN + int(COVER_S / max(load_s, SECONDS_MIN))
+        return min(self.state.loads_inflight_max, max(least, cover))
 
     def _offer_step(self, share: dict[Tier, int], now: float) -> bool:
         """Hand out a step if the block at the front is the compute side's to take."""

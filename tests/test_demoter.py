@@ -611,3 +611,15 @@ def test_priority_is_written_from_a_short_budget(demoting: Open) -> None:
     store.flush()
     assert on_ssd(store, prompt_keys(2, 1)) == []
     assert on_ssd(store, prompt_keys(2, 2)) == [0, 1]
+
+
+def test_without_a_host_tier_restores_do_not_wake_the_lane(open_store: Open) -> None:
+    """Copies in passing are let go by who used them: there is nothing to relieve."""
+    with open_store(host_bytes=0) as store:
+        keys = prompt_keys(4, seed=1)
+        put(store, keys)
+        store.flush()
+        store._demoter.stop()  # a nudge stays where nobody takes it
+        store._demoter._nudged = False
+        bring_back(store, keys)
+        assert not store._demoter._nudged

@@ -447,6 +447,21 @@ def test_blocks_outside_the_plan_are_illegal(event: Event) -> None:
         advance(state, event)
 
 
+@pytest.mark.parametrize(
+    ("compute_s", "limit", "started"), [(100.0, 8, 4), (100.0, 3, 3), (1.0, 8, 2)]
+)
+def test_a_disk_is_kept_busy_where_nothing_is_recomputed(
+    compute_s: float, limit: int, started: int
+) -> None:
+    """Loads alone are four at once; beside a compute front two, as it might reach them first."""
+    costs = costs_of(compute_s, ssd_s=1.0)
+    made = plan(residency_of([SSD] * 8), costs)
+    assert bool(made.recompute) == (started == 2)
+    state = begin(made, costs, loads_inflight_max=limit)
+    _, actions = advance(state, Begin(0.0))
+    assert actions == tuple(StartLoad(7 - index, SSD) for index in range(started))
+
+
 def test_events_before_the_beginning() -> None:
     """Before Begin nothing starts: asking waits, and finishing something is illegal."""
     state = begin(plan(residency_of([SSD, None]), CostModel()), CostModel(), loads_inflight_max=2)
