@@ -192,14 +192,18 @@ class EngineProcess:
         try:
             self._questions.write(line.encode())
             self._questions.flush()
-            answer = json.loads(self._answers.get(timeout=timeout_s) or "{}")
+            line = self._answers.get(timeout=timeout_s)
         except OSError as error:
             raise EngineFailed(self._say(what, f"the engine is gone ({error})")) from error
         except queue.Empty:
             self._process.kill()
             raise EngineFailed(self._say(what, f"no answer in {timeout_s:.0f} s")) from None
+        if not line:
+            self._answers.put(line)  # for whoever asks next
+            raise EngineFailed(self._say(what, "the engine ended"))
+        answer = json.loads(line)
         if "value" not in answer:
-            raise EngineFailed(self._say(what, answer.get("error", "the engine ended")))
+            raise EngineFailed(self._say(what, answer["error"]))
         return answer["value"]
 
     def _say(self, what: str, why: str) -> str:
