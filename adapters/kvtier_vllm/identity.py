@@ -211,10 +211,9 @@ def worker_side(
     device = str(vllm_config.device_config.device_type)
 
     def open_store(spec: KVSpec) -> kvtier.Store | kvtier.StoreReader:
-        links = settings.throttles()
+        links: dict[kvtier.Tier | str, kvtier.LinkThrottle] = {**settings.throttles()}
         if reads_only:
-            for name in ("ssd_bytes", "policy"):
-                options.pop(name, None)
+            options.pop("ssd_bytes", None)  # the writer's
             return kvtier.open_reader(path, spec, device=device, links=links, **options)
         return kvtier.open(path, spec, device=device, links=links, **options)
 
@@ -272,7 +271,10 @@ def _rope_type(vllm_config: VllmConfig) -> Any:
 def _rope(vllm_config: VllmConfig) -> tuple[tuple[str, Any], ...]:
     """Return the rope parameters as flat (name, scalar) pairs."""
     config = _text_config(vllm_config)
-    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters:  # transformers 5 has everything in it
+        return tuple(_flat("", parameters))
+    names = ("rope_scaling", "rope_theta", "partial_rotary_factor")
     found = {name: getattr(config, name, None) for name in names}
     return tuple(_flat("", {name: value for name, value in found.items() if value is not None}))
 

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
     from kvtier import BlockLayout
 
-__all__ = ["EnginePages", "PagedSlots"]
+__all__ = ["CARRIER", "EnginePages", "PagedSlots"]
 
 STAGE_BYTES: Final = 8 << 20
 """What each copying thread keeps on a GPU to gather pages in."""
 
-_CARRIER: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+CARRIER: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""What values are copied as, by their size: bits."""
 
 
 class EnginePages:
@@ -56,7 +57,7 @@ class EnginePages:
                 raise SpecMismatch(
                     f"{name}: pages of {rows.shape[1]} {rows.dtype}, {values} {layout.dtype} wanted"
                 )
-        carrier = _CARRIER[layout.itemsize]
+        carrier = CARRIER[layout.itemsize]
         runs = [run.view(carrier) for run in _runs(self.rows)]
         self.in_order = [run.numpy() for run in runs] if self.device.type == "cpu" else []
         self.on_device = [] if self.device.type == "cpu" else runs

@@ -16,6 +16,7 @@ import msgpack
 import torch
 
 from kvtier import UnsupportedModel
+from kvtier_vllm.slots import CARRIER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -100,27 +101,32 @@ class Look:
 class WeightWatch:
     """Remembers the weights as they are now, by where they are and a few values of each.
 
-    A look costs two small kernels per dtype, whatever the model's size. It finds weights that were
-    replaced, and those that were written over anywhere near as training does: in most values.
+    A look costs a walk over the tensors' addresses and two small kernels per dtype. It finds
+    weights that were replaced, and those that were written over as training does: nearly all.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._places = self._where()
+        self._held = [
+            (held, name, tensor, tensor.data_ptr())
+            for module in model.modules()
+            for held in (module._parameters, module._buffers)  # noqa: SLF001 - the dicts, not copies
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        self._packers = [(module, _packer(module)) for module in _packed(model)]
         self._views = _samples(model)
         self._first = [_bits(views) for views in self._views]
 
     def look(self) -> Look:
         """Compare the weights with what they were, without waiting for a GPU."""
-        moved = self._places != self._where()
+        moved = any(
+            held.get(name) is not tensor or tensor.data_ptr() != place
+            for held, name, tensor, place in self._held
+        ) or any(_packer(module) is not packer for module, packer in self._packers)
         # What was moved may be gone: its old memory is not read.
         pairs = [] if moved else list(zip(self._views, self._first, strict=True))
         same = [(_bits(views) == first).all() for views, first in pairs]
         return Look(torch.stack(same).all() if same else torch.ones((), dtype=torch.bool), moved)
-
-    def _where(self) -> list[tuple[int, int]]:
-        held = [(tensor.data_ptr(), tensor.numel()) for _, tensor in _tensors(self._model)]
-        return held + [(id(packed), 0) for packed in _packed(self._model)]
 
 
 def _content(name: str, tensor: torch.Tensor) -> bytes:
@@ -145,26 +151,40 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _packed(model: torch.nn.Module) -> list[object]:
-    """Return what holds the weights that are packed away where nothing can read them."""
+def _packed(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules whose weights are packed away where nothing can read them."""
     return [
-        getattr(module, "cpu_linear", module)
+        module
         for module in model.modules()
         if any(not held.numel() for held in module.parameters(recurse=False))
     ]
 
 
+def _packer(module: torch.nn.Module) -> object:
+    """Return what holds a module's packed weights; another one once they were loaded again."""
+    return getattr(module, "cpu_linear", None)
+
+
 def _bits(views: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(views).view(torch.uint8)  # so that a NaN is equal to itself
+    return torch.cat(views).view(torch.uint8)
 
 
 def _samples(model: torch.nn.Module) -> list[list[torch.Tensor]]:
-    """Return a view of a few values of each tensor, by dtype and device."""
+    """Return a view of a few values of each tensor, as bits, by their size and device.
+
+    As bits, so that a NaN is equal to itself.
+    """
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for _, tensor in _tensors(model):
         held = tensor.detach()
-        if held.numel() and held.is_contiguous():
-            stride = max(1, held.numel() // SAMPLES)
-            few = held.view(-1)[::stride][:SAMPLES]
-            groups.setdefault((held.dtype, held.device), []).append(few)
+        if held.numel():
+            line = held.view(-1) if held.is_contiguous() else _diagonal(held)
+            few = line[:: max(1, line.numel() // SAMPLES)][:SAMPLES]
+            bits = few.view(CARRIER[held.element_size()])
+            groups.setdefault((bits.dtype, bits.device), []).append(bits)
     return list(groups.values())
+
+
+def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values whose indices are all alike, as a view of any strides."""
+    return tensor.as_strided((min(tensor.shape),), (sum(tensor.stride()),), tensor.storage_offset())
