@@ -1,0 +1,231 @@
+"""A vLLM engine in this process, made for looking inside.
+
+A block is 256 tokens and the engine's own blocks are 32, so one of ours is eight of its. One step
+computes at most 256 tokens, so that a prompt's head is one or more steps and a restore can meet its
+loads in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+BLOCK = 256
+STEPS_MAX = 20_000
+"""Engine steps that anything here may take: nothing waits for ever."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads collapse beside anything else that runs
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def prepare() -> None:
+    """Set what vLLM reads when it is imported."""
+    os.environ.update(ENVIRONMENT)
+
+
+def smollm2() -> str:
+    """Name the folder of the real model."""
+    from kvtier_demo.model import smollm2 as folder
+
+    return str(folder())
+
+
+def tiny_model(folder: Path, **changes: Any) -> Path:
+    """Write a Llama with random weights, two layers, and no tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,  # wide enough that every prompt has an answer of its own
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).save_pretrained(folder)
+    return folder
+
+
+def transfer(path: Path | str, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """Return the transfer configuration that the README shows, for a small store at path."""
+    usual = {"path": str(path), "host_bytes": "512MiB", "ssd_bytes": "2GiB"}
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier_vllm.connector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**usual, **extra},
+    }
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Return token ids that no other seed shares a block with."""
+    return [3 + (seed * 7919 + i * 31 + i * i // 7) % 500 for i in range(tokens)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    prompt: int
+    cached: int
+    """Prompt tokens that were not computed, from wherever they came."""
+
+
+class Engine:
+    """An LLM in this process: what tests ask of it and of what lies behind."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._next = 0
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's side."""
+        return self.scheduler.connector
+
+    @property
+    def worker(self) -> Any:
+        """The worker's side: of this process, hence of the only rank."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    def add(self, tokens: Sequence[int], *, answer: int = 4, salt: str | None = None) -> str:
+        """Queue a request; return its name."""
+        from vllm import SamplingParams, TokensPrompt
+
+        self._next += 1
+        name = f"request-{self._next}"
+        given = TokensPrompt(prompt_token_ids=list(tokens))
+        if salt is not None:
+            given["cache_salt"] = salt
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False
+        )
+        self.llm.llm_engine.add_request(name, given, sampling)
+        return name
+
+    def step(self) -> dict[str, Answer]:
+        """Take one step; return the answers that it finished."""
+        return {
+            out.request_id: Answer(
+                tuple(out.outputs[0].token_ids),
+                len(out.prompt_token_ids),
+                out.num_cached_tokens or 0,
+            )
+            for out in self.llm.llm_engine.step()
+            if out.finished
+        }
+
+    def finish(self) -> dict[str, Answer]:
+        """Step until no request is left, and until nothing of the store is under way."""
+        done: dict[str, Answer] = {}
+        for _ in range(STEPS_MAX):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                break
+            done.update(self.step())
+        else:
+            raise AssertionError(f"requests unfinished after {STEPS_MAX} steps")
+        self.settle()
+        return done
+
+    def run(
+        self, *prompts: Sequence[int], answer: int = 4, salt: str | None = None
+    ) -> list[Answer]:
+        """Answer prompts, all at once."""
+        names = [self.add(tokens, answer=answer, salt=salt) for tokens in prompts]
+        done = self.finish()
+        return [done[name] for name in names]
+
+    def settle(self) -> None:
+        """Step without requests until the connector has nothing under way."""
+        for _ in range(STEPS_MAX):
+            if self.connector is None or not self.connector.has_pending_push_work():
+                return
+            self.llm.llm_engine.step()
+        raise AssertionError(f"the connector is still busy after {STEPS_MAX} steps")
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache: what comes back then comes from the store."""
+        self.assert_pool_free()
+        assert self.llm.llm_engine.reset_prefix_cache()
+
+    def assert_pool_free(self) -> None:
+        """Hold that every block of the engine's pool is free (one is vLLM's own null block)."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        held = {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt}
+        held.pop(pool.null_block.block_id, None)
+        assert not held
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@contextlib.contextmanager
+def engine(
+    model: Path | str, kv: dict[str, Any] | None = None, *, scheduler: str | None = None, **own: Any
+) -> Iterator[Engine]:
+    """Start an engine; without kv it is stock vLLM. It is taken down on the way out."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    usual = {
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": BLOCK,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+    if kv is not None:
+        usual["kv_transfer_config"] = KVTransferConfig(**kv)
+        if scheduler is not None:
+            usual["scheduler_cls"] = scheduler
+    llm = LLM(model=str(model), **{**usual, **own})
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def serve_arguments(model: Path | str, kv: dict[str, Any], port: int) -> list[str]:
+    """Return the command line of the README, for the CPU."""
+    return [
+        *("serve", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--scheduler-cls", "kvtier_vllm.scheduler.HybridScheduler"),
+        *("--kv-transfer-config", json.dumps(kv)),
+        *("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"),
+        *("--block-size", "32", "--max-num-batched-tokens", str(BLOCK)),
+    ]
