@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 HERE = importlib.util.find_spec("vllm") is not None
@@ -34,3 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Name the folder of a model with random weights that starts and computes at once."""
     return vllm_harness.tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def expected(tiny: Path) -> Mapping[tuple[int, ...], tuple[int, ...]]:
+    """Map prompts to the tiny model's greedy answers, as vLLM without kvtier gives them."""
+    with vllm_harness.engine(tiny) as plain:
+        prompts = [vllm_harness.prompt(seed, length) for seed, length in vllm_harness.PROMPTS]
+        answers = [plain.run(tokens, answer=8)[0].tokens for tokens in prompts]
+    assert len(set(answers)) == len(answers), "answers that are alike prove nothing"
+    return {tuple(tokens): answer for tokens, answer in zip(prompts, answers, strict=True)}

@@ -8,14 +8,13 @@ loads in between.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 BLOCK = 256
 STEPS_MAX = 20_000
@@ -31,6 +30,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+PROMPTS = [(seed, length) for seed in range(1, 5) for length in (1300, 1000, 768)]
+"""(seed, tokens) of the prompts whose answers the fixture ``expected`` knows."""
 
 
 def prepare() -> None:
@@ -82,12 +84,14 @@ def transfer(path: Path | str, *, role: str = "kv_both", **extra: Any) -> dict[s
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Return token ids that no other seed shares a block with."""
+    """Return token ids that share no block with those of another seed."""
     return [3 + (seed * 7919 + i * 31 + i * i // 7) % 500 for i in range(tokens)]
 
 
 @dataclass(frozen=True)
 class Answer:
+    """What came of a request."""
+
     tokens: tuple[int, ...]
     prompt: int
     cached: int
@@ -103,10 +107,12 @@ class Engine:
 
     @property
     def core(self) -> Any:
+        """The engine core, which vLLM runs in this process."""
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
     def scheduler(self) -> Any:
+        """The scheduler, ours or vLLM's."""
         return self.core.scheduler
 
     @property
@@ -148,6 +154,10 @@ class Engine:
             if out.finished
         }
 
+    def abort(self, name: str) -> None:
+        """Abort a request, as a client that hangs up does."""
+        self.llm.llm_engine.abort_request([name])
+
     def finish(self) -> dict[str, Answer]:
         """Step until no request is left, and until nothing of the store is under way."""
         done: dict[str, Answer] = {}
@@ -176,10 +186,13 @@ class Engine:
             self.llm.llm_engine.step()
         raise AssertionError(f"the connector is still busy after {STEPS_MAX} steps")
 
-    def forget(self) -> None:
-        """Empty the engine's own prefix cache: what comes back then comes from the store."""
+    def forget(self, *, store_too: bool = False) -> None:
+        """Empty the engine's own prefix cache: what comes back then comes from the store.
+
+        With store_too it is the reset of vLLM's API that reaches the connector as well.
+        """
         self.assert_pool_free()
-        assert self.llm.llm_engine.reset_prefix_cache()
+        assert self.llm.llm_engine.reset_prefix_cache(reset_connector=store_too)
 
     def assert_pool_free(self) -> None:
         """Hold that every block of the engine's pool is free (one is vLLM's own null block)."""
@@ -220,12 +233,18 @@ def engine(
         llm.llm_engine.engine_core.shutdown()
 
 
-def serve_arguments(model: Path | str, kv: dict[str, Any], port: int) -> list[str]:
-    """Return the command line of the README, for the CPU."""
-    return [
-        *("serve", str(model), "--host", "127.0.0.1", "--port", str(port)),
-        *("--scheduler-cls", "kvtier_vllm.scheduler.HybridScheduler"),
-        *("--kv-transfer-config", json.dumps(kv)),
-        *("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"),
-        *("--block-size", "32", "--max-num-batched-tokens", str(BLOCK)),
-    ]
+def stored(path: Path | str, tokens: Sequence[int], *, ranks: int = 1, **root: Any) -> list[int]:
+    """Return which blocks of a prompt are on the SSD of every rank, whoever may be writing."""
+    import kvtier
+
+    held: set[int] | None = None
+    for rank in range(ranks):
+        folder = Path(path, f"rank-{rank}-of-{ranks}")
+        on_rank: set[int] = set()
+        for file in sorted(folder.glob("specs/*.msgpack")):
+            spec = kvtier.KVSpec.from_bytes(file.read_bytes())
+            with kvtier.open_reader(folder, spec) as reader:
+                residency = reader.lookup(reader.keys(tokens, **root))
+                on_rank |= {i for i, tier in enumerate(residency.tiers) if tier is not None}
+        held = on_rank if held is None else held & on_rank
+    return sorted(held or ())
