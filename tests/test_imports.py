@@ -53,6 +53,7 @@ LAYERS = (
         "follower",
         "layerwise",
         "live",
+        "loads",
         "loop",
         "mover",
         "orders",
