@@ -30,7 +30,7 @@ def filled(tiny: Path, expected: Expected, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def running(tiny: Path, filled: Path) -> Iterator[Engine]:
-    """Start an engine over the filled store, through links that load about as fast as it computes."""
+    """Start an engine over the filled store, which loads about as fast as it computes."""
     kv = transfer(filled, links={"ssd": PACE, "host": PACE})
     with engine(tiny, kv, scheduler=HYBRID) as started:
         yield started

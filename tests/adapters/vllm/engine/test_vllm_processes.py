@@ -47,8 +47,7 @@ def test_three_ranks_split_a_restore_alike(tiny: Path, expected: Expected, tmp_p
 def test_a_decode_engine_takes_over_from_a_prefill_engine(
     tiny: Path, expected: Expected, tmp_path: Path
 ) -> None:
-    """What a running prefill engine has stored, a decode engine beside it computes at most once
-    more for a block."""
+    """Of what a running prefill engine has stored, a decode engine computes a block at most."""
     tokens = prompt(1, 1300)
     kv = transfer(tmp_path, role="kv_producer")
     with Remote(tiny, kv, scheduler=HYBRID) as prefill:

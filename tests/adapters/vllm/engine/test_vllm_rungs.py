@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def test_without_the_scheduler_class_it_loads(
     tiny: Path, expected: Expected, tmp_path: Path
 ) -> None:
-    """vLLM's own scheduler restores too, by loading alone, and all is given back."""
+    """Under vLLM's own scheduler restores load and compute nothing; all is given back."""
     tokens = prompt(1, 1300)
     with engine(tiny, transfer(tmp_path)) as llm:
         assert type(llm.scheduler).__module__.startswith("vllm.")

@@ -11,10 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import vllm_harness
 from vllm_harness import BLOCK, smollm2, stored, transfer
@@ -57,8 +57,9 @@ class Server:
         deadline = time.monotonic() + START_S_MAX
         while time.monotonic() < deadline:
             assert self._process.poll() is None, f"the server ended: {self.log()[-4000:]}"
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health"):
-                return
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
             time.sleep(0.5)
         raise AssertionError(f"no answer within {START_S_MAX} s: {self.log()[-4000:]}")
 
@@ -68,10 +69,8 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return its counters by name, labels left out and added up."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
         totals: dict[str, float] = {}
-        for line in lines:
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
             if found := re.match(r"([a-zA-Z_:0-9]+)(?:\{.*\})? ([0-9.e+-]+)$", line):
                 totals[found[1]] = totals.get(found[1], 0.0) + float(found[2])
         return totals
@@ -165,12 +164,8 @@ def test_a_conversation_survives_a_restart_and_a_crash(tmp_path: Path) -> None:
 
 def prompt_tokens(server: Server, messages: list[dict[str, str]]) -> list[int]:
     """Return the token ids of a conversation, as the server makes them."""
-    data = json.dumps({"model": "smollm2", "messages": messages}).encode()
-    request = urllib.request.Request(
-        f"{server.url}/tokenize", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        tokens: list[int] = json.loads(answer.read())["tokens"]
+    body = {"model": "smollm2", "messages": messages}
+    tokens: list[int] = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
     return tokens
 
 

@@ -127,7 +127,7 @@ class Engine:
 
         return get_kv_transfer_group()
 
-    def add(self, tokens: Sequence[int], *, answer: int = 4, salt: str | None = None) -> str:
+    def add(self, tokens: Sequence[int], *, answer: int = 4, salt: str | None = None, lora: Any = None) -> str:
         """Queue a request; return its name."""
         from vllm import SamplingParams, TokensPrompt
 
@@ -139,7 +139,7 @@ class Engine:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False
         )
-        self.llm.llm_engine.add_request(name, given, sampling)
+        self.llm.llm_engine.add_request(name, given, sampling, lora_request=lora)
         return name
 
     def step(self) -> dict[str, Answer]:
@@ -170,11 +170,9 @@ class Engine:
         self.settle()
         return done
 
-    def run(
-        self, *prompts: Sequence[int], answer: int = 4, salt: str | None = None
-    ) -> list[Answer]:
-        """Answer prompts, all at once."""
-        names = [self.add(tokens, answer=answer, salt=salt) for tokens in prompts]
+    def run(self, *prompts: Sequence[int], **how: Any) -> list[Answer]:
+        """Answer prompts, all at once; how: see ``add``."""
+        names = [self.add(tokens, **how) for tokens in prompts]
         done = self.finish()
         return [done[name] for name in names]
 
@@ -231,6 +229,43 @@ def engine(
         yield Engine(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def scatter(
+    source: Path | str, target: Path | str, tokens: Sequence[int], blocks: Sequence[int]
+) -> None:
+    """Copy some blocks of a prompt from one closed store of one rank into another."""
+    import kvtier
+
+    folder = Path(source, "rank-0-of-1")
+    (file,) = folder.glob("specs/*.msgpack")
+    spec = kvtier.KVSpec.from_bytes(file.read_bytes())
+    slots = kvtier.TensorSlots.empty(spec, blocks=len(tokens) // BLOCK)
+    with kvtier.open_reader(folder, spec) as reader:
+        keys = reader.keys(tokens)
+        with reader.restore(reader.plan(reader.lookup(keys)), into=slots) as session:
+            assert session.next_step(timeout=30) is None, "a block is missing in the source"
+    with kvtier.open(Path(target, "rank-0-of-1"), spec, host_bytes=0, ssd_bytes="2GiB") as store:
+        for block in blocks:
+            store.put(keys, source=slots, blocks=range(block, block + 1)).result(timeout=30)
+
+
+def damage(path: Path | str, tokens: Sequence[int], block: int) -> None:
+    """Change one byte in a block of a prompt in a closed store of one rank."""
+    import kvtier
+
+    folder = Path(path, "rank-0-of-1")
+    (file,) = folder.glob("specs/*.msgpack")
+    spec = kvtier.KVSpec.from_bytes(file.read_bytes())
+    block_hash = kvtier.BlockKeys.of(spec, tokens).hashes[block]
+    hit = 0
+    for segment in folder.glob("segments/*.seg"):
+        content = bytearray(segment.read_bytes())
+        if (record := content.find(block_hash)) >= 0:
+            content[record + 8192] ^= 1  # past the header: among the payload's bytes
+            segment.write_bytes(content)
+            hit += 1
+    assert hit == 1
 
 
 def stored(path: Path | str, tokens: Sequence[int], *, ranks: int = 1, **root: Any) -> list[int]:

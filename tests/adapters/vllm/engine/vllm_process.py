@@ -11,7 +11,6 @@ import os
 import select
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import vllm_harness
@@ -19,6 +18,7 @@ from vllm_harness import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 ANSWER_S_MAX = 240.0
 """How long a test waits for the process to start, or to answer."""
