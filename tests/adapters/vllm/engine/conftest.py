@@ -21,7 +21,7 @@ if HERE:
     vllm_harness.prepare()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and its dependencies' own, at import
-        import vllm  # noqa: F401
+        import vllm.v1.core.sched.async_scheduler  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
