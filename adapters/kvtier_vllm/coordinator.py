@@ -351,11 +351,7 @@ class Coordinator:
     def expects_answers(self) -> bool:
         """Whether ranks have something to do or to answer."""
         return bool(
-            self._saves
-            or self._ending
-            or self._ends
-            or self._unhints
-            or not self._mirror.heard
+            self._saves or self._ending or self._ends or self._unhints or not self._mirror.heard
         )
 
     @property

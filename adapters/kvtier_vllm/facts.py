@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvtier_vllm.contract import Rung, missing
+from kvtier_vllm.lora import AdapterDigests
 from kvtier_vllm.planning import Limits
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["adapter", "limits", "refusal", "warn"]
 
 logger = init_logger("vllm.kvtier")
+
+_adapters = AdapterDigests()  # files, which are the same whoever asks
 
 
 def limits(vllm_config: VllmConfig, settings: Settings, rung: Rung) -> Limits:
@@ -48,6 +51,8 @@ def refusal(request: Request) -> str:
         "it is pooled": request.pooling_params is not None,
         "it skips reading the prefix cache": request.skip_reading_prefix_cache,
         "its input is streamed": request.resumable,
+        "its LoRA's files cannot be read": request.lora_request is not None
+        and not adapter(request),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -56,9 +61,7 @@ def adapter(request: Request) -> str:
     """Return the digest of a request's LoRA by content; nothing without one."""
     if request.lora_request is None:
         return ""
-    from kvtier_vllm.identity import adapter_digest
-
-    return adapter_digest(request.lora_request.lora_path)
+    return _adapters.of(request.lora_request.lora_path) or ""
 
 
 def warn(vllm_config: VllmConfig, rung: Rung) -> None:

@@ -211,7 +211,9 @@ def worker_side(
     device = str(vllm_config.device_config.device_type)
 
     def open_store(spec: KVSpec) -> kvtier.Store | kvtier.StoreReader:
-        links: dict[kvtier.Tier | str, kvtier.LinkThrottle] = {**settings.throttles()}
+        links: dict[kvtier.Tier | str, kvtier.LinkThrottle] = {
+            str(tier): link for tier, link in settings.throttles().items()
+        }
         if reads_only:
             options.pop("ssd_bytes", None)  # the writer's
             return kvtier.open_reader(path, spec, device=device, links=links, **options)

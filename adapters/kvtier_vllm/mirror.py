@@ -128,7 +128,5 @@ class Mirror:
         for digest in hashes:
             each = [tiers.get(digest) for tiers in held]
             whole = [tier for tier in each if tier is not None]
-            found.append(
-                max(whole, key=_SPEED.__getitem__) if len(whole) == len(each) else None
-            )
+            found.append(max(whole, key=_SPEED.__getitem__) if len(whole) == len(each) else None)
         return found

@@ -75,9 +75,7 @@ class HybridSteps:
         cap = self._tiers.cap(request.request_id)
         return tokens if cap is None else min(tokens, max(cap - num_computed_tokens, 0))
 
-    def _get_local_prefix_cache_hit(
-        self, request: Request
-    ) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """Look for no hit where a restore resumes at the first token: it has its pages already."""
         if self._tiers.restoring(request.request_id) is not None:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
