@@ -41,7 +41,9 @@ class KVSlots(Protocol):
 
     Slots in CPU memory may also have ``arrays(block)``: numpy arrays of unsigned integers of the
     values' width whose elements, one array after the other in row-major order, are the block. The
-    fewer and larger they are, the less a copy costs.
+    fewer and larger they are, the less a copy costs. Slots that know a better way to copy a whole
+    block have ``gather(block, into)`` and ``scatter(block, source)`` between it and its payload's
+    bytes, which return once the bytes are in place.
     """
 
     @property
@@ -145,6 +147,10 @@ def check_slots(slots: KVSlots, layout: BlockLayout) -> None:
 
 def read_block(slots: KVSlots, block: int, into: memoryview) -> None:
     """Copy a block from the engine's tensors into ``into`` (the payload's bytes)."""
+    gather = getattr(slots, "gather", None)
+    if gather is not None:
+        gather(block, into)
+        return
     arrays = _arrays(slots, block)
     if arrays is not None:
         for array, flat in zip(arrays, _cut(arrays, slots.layout, into), strict=True):
@@ -164,6 +170,10 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
     On CUDA the copies are queued on the current stream and waited for; the caller runs this on a
     thread of its own, under a side stream.
     """
+    scatter = getattr(slots, "scatter", None)
+    if scatter is not None:
+        scatter(block, source)
+        return
     arrays = _arrays(slots, block)
     if arrays is not None:
         for array, flat in zip(arrays, _cut(arrays, slots.layout, source), strict=True):
