@@ -19,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvtier_vllm import engine
+from kvtier_vllm import facts
 from kvtier_vllm.contract import rung
 from kvtier_vllm.coordinator import Coordinator
+from kvtier_vllm.pages import PoolPages
 from kvtier_vllm.settings import Settings
 from kvtier_vllm.stats import KVTierPromMetrics, KVTierStats, register
 from kvtier_vllm.worker import WorkerSide
@@ -88,9 +89,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings, self._rung)
         else:
-            limits = engine.limits(vllm_config, self._settings, self._rung)
+            limits = facts.limits(vllm_config, self._settings, self._rung)
             self.coordinator = Coordinator(limits, say=logger.info)
-            engine.warn(vllm_config, self._rung)
+            facts.warn(vllm_config, self._rung)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -178,15 +179,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Learn where the engine's pages are kept."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._coordinator().bind(engine.EnginePages(kv_cache_manager))
+        self._coordinator().bind(PoolPages(kv_cache_manager))
 
     def on_new_request(self, request: Request) -> None:
         """Follow a request from its arrival."""
         self._coordinator().arrived(
             request,
             tenant=request.cache_salt or "",
-            adapter=engine.adapter(request),
-            refused=engine.refusal(request),
+            adapter=facts.adapter(request),
+            refused=facts.refusal(request),
         )
 
     def get_num_new_matched_tokens(

@@ -100,7 +100,8 @@ def plan_restore(
         if load is not None and mirror.costs.compute.known and load > plan.predicted.recompute:
             return None
         plan = kvtier.plan(residency, mirror.costs, resident=resident, way="load")
-    return Restore(prompt.request_id, plan, mirror.costs, now, ranks=limits.ranks)
+    costs = mirror.costs
+    return Restore(prompt.request_id, plan, costs, now, ranks=limits.ranks, cover_s=cover_s)
 
 
 def _contiguous(tiers: list[kvtier.Tier | None], resident: int) -> list[kvtier.Tier | None]:

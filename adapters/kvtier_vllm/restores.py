@@ -23,6 +23,7 @@ from kvtier.events import (
     Woke,
 )
 from kvtier.executor import BlockState, advance, begin
+from kvtier.state import COVER_S
 from kvtier_vllm.messages import Load
 
 if TYPE_CHECKING:
@@ -42,7 +43,14 @@ class Restore:
     """A restore from its plan to its last block in place; the scheduler's thread."""
 
     def __init__(
-        self, request_id: str, plan: RestorePlan, costs: CostModel, now: float, *, ranks: int
+        self,
+        request_id: str,
+        plan: RestorePlan,
+        costs: CostModel,
+        now: float,
+        *,
+        ranks: int,
+        cover_s: float = COVER_S,
     ) -> None:
         self.request_id = request_id
         self.plan = plan
@@ -53,7 +61,9 @@ class Restore:
         self._costs = costs
         self._ranks = ranks
         self._pages: tuple[tuple[int, ...], ...] = ()
-        self._state = begin(plan, costs, loads_inflight_max=LOADS_INFLIGHT_MAX)
+        self._state = begin(
+            plan, costs, loads_inflight_max=LOADS_INFLIGHT_MAX, cover_s=max(cover_s, COVER_S)
+        )
         self._starts: list[StartLoad] = []
         self._cancels: list[int] = []
         self._answers: dict[int, dict[int, bool]] = {}
