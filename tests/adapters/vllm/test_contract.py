@@ -71,7 +71,7 @@ SEEN_THROUGH = {
         "self.kv_cache_manager",
         "self.kv_cache_manager.block_pool",
     ),
-    ("engine.py", "EnginePages"): (
+    ("pages.py", "EnginePages"): (
         "self._manager",
         "self._manager.coordinator",
         "self._pool",
