@@ -25,7 +25,6 @@ from kvtier_vllm.coordinator import Coordinator
 from kvtier_vllm.pages import PoolPages
 from kvtier_vllm.settings import Settings
 from kvtier_vllm.stats import KVTierPromMetrics, KVTierStats, register
-from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtier_vllm.messages import Hello, Orders, RankReport
+    from kvtier_vllm.worker import WorkerSide
 
 __all__ = ["KVTierConnector", "StepOrders", "StepReports", "StoreHello"]
 
@@ -87,6 +87,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.coordinator: Coordinator | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
+            from kvtier_vllm.worker import WorkerSide
+
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings, self._rung)
         else:
             limits = facts.limits(vllm_config, self._settings, self._rung)

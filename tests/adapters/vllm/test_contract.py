@@ -71,7 +71,7 @@ SEEN_THROUGH = {
         "self.kv_cache_manager",
         "self.kv_cache_manager.block_pool",
     ),
-    ("pages.py", "EnginePages"): (
+    ("pages.py", "PoolPages"): (
         "self._manager",
         "self._manager.coordinator",
         "self._pool",
