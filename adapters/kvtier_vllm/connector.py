@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvtier_vllm import facts
-from kvtier_vllm.contract import rung
+from kvtier_vllm.contract import Rung, rung
 from kvtier_vllm.coordinator import Coordinator
 from kvtier_vllm.pages import PoolPages
 from kvtier_vllm.settings import Settings
@@ -87,9 +87,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.coordinator: Coordinator | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.WORKER:
-            from kvtier_vllm.worker import WorkerSide
+            from kvtier_vllm.identity import worker_side
 
-            self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings, self._rung)
+            self._worker = worker_side(
+                vllm_config,
+                kv_cache_config,
+                self._settings,
+                contiguous=self._rung is Rung.PLAIN,
+            )
         else:
             limits = facts.limits(vllm_config, self._settings, self._rung)
             self.coordinator = Coordinator(limits, say=logger.info)

@@ -12,20 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-<<<<<<< HEAD
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") is not None else ["test_*.py"]
-=======
-HERE = importlib.util.find_spec("vllm") is not None
-collect_ignore_glob = [] if HERE else ["test_*.py"]
-
-if HERE:
-    import vllm_harness
-
-    vllm_harness.prepare()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's and its dependencies' own, at import
-        import vllm.v1.core.sched.async_scheduler  # noqa: F401
->>>>>>> b7365d6194417f5ad09539d5af03f0dc430a37d4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
