@@ -90,7 +90,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             from kvtier_vllm.identity import worker_side
 
             self._worker = worker_side(
-                vllm_config, kv_cache_config, self._settings, contiguous=self._rung is Rung.PLAIN
+                vllm_config,
+                kv_cache_config,
+                self._settings,
+                contiguous=self._rung is Rung.PLAIN,
             )
         else:
             limits = facts.limits(vllm_config, self._settings, self._rung)

@@ -6,16 +6,20 @@ missing the connector falls back to plain asynchronous loads instead of failing 
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
 
     from kvtier_vllm.settings import Settings
 
-__all__ = ["HOOKS", "SUPPORTED", "Rung", "missing", "rung"]
+__all__ = ["ATTRIBUTES", "HOOKS", "SUPPORTED", "Rung", "missing", "rung"]
 
 SUPPORTED: Final = ((0, 32), (0, 33))
 """vLLM versions from the first on, below the second."""
@@ -71,21 +75,34 @@ HOOKS: Final[dict[str, tuple[str, ...] | None]] = {
     f"{_STATUS}.WAITING_FOR_REMOTE_KVS": None,
 }
 
-ATTRIBUTES: Final = (
-    "running",
-    "kv_holding_waiting",
-    "deferred_waiting",
-    "finished_recving_kv_req_ids",
-    "reset_preempted_req_ids",
-    "prev_step_scheduled_req_ids",
-)
-"""What the scheduler must have once it is made: these are set in its constructor."""
+ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
+    _SCHEDULER: (
+        "connector",
+        "deferred_waiting",
+        "finished_recving_kv_req_ids",
+        "kv_cache_manager",
+        "kv_holding_waiting",
+        "prev_step_scheduled_req_ids",
+        "requests",
+        "reset_preempted_req_ids",
+        "running",
+    ),
+    _MANAGER: ("block_pool", "coordinator", "empty_kv_cache_blocks"),
+    _COORDINATOR: ("single_type_managers",),
+    "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": ("block_size",),
+    _POOL: ("blocks", "cached_block_hash_to_block", "num_gpu_blocks"),
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": ("block_id", "ref_cnt"),
+}
+"""What objects must have once they are made: their constructors set it."""
 
 
-def missing() -> list[str]:
-    """Return what this vLLM lacks of ``HOOKS``, and in which way."""
+def missing(
+    hooks: Mapping[str, tuple[str, ...] | None] = HOOKS,
+    attributes: Mapping[str, tuple[str, ...]] = ATTRIBUTES,
+) -> list[str]:
+    """Return what this vLLM lacks of them, by name, and in which way."""
     lacking = []
-    for name, wanted in HOOKS.items():
+    for name, wanted in hooks.items():
         found = _resolve(name)
         if found is None:
             lacking.append(f"{name} is gone")
@@ -93,10 +110,12 @@ def missing() -> list[str]:
             have = tuple(inspect.signature(found).parameters)
             if have[: len(wanted)] != wanted:
                 lacking.append(f"{name}{have} was {wanted}")
-    source = inspect.getsource(_resolve(f"{_SCHEDULER}.__init__"))
-    lacking += [
-        f"{_SCHEDULER}.{name} is gone" for name in ATTRIBUTES if f"self.{name}" not in source
-    ]
+    for owner, names in attributes.items():
+        cls = _resolve(owner)
+        source = "" if cls is None else inspect.getsource(cls)
+        lacking += [
+            f"{owner}.{name} is gone" for name in names if not re.search(rf"\b{name}\b", source)
+        ]
     return lacking
 
 
@@ -115,9 +134,15 @@ def rung(vllm_config: VllmConfig, settings: Settings) -> Rung:
 
 
 def _resolve(name: str) -> Any:
-    module, owner, attribute = name.rsplit(".", 2)
-    try:
-        found = getattr(__import__(module, fromlist=[owner]), owner)
-    except (ImportError, AttributeError):
-        return None
-    return getattr(found, attribute, None)
+    """Return what a dotted name means, None if it means nothing."""
+    parts = name.split(".")
+    found: Any = None
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+        return found
+    return found

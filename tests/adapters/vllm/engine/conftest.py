@@ -1,27 +1,18 @@
-"""Tests that need vLLM: collected where it is installed, which is .venv-vllm (tools/test)."""
+"""Tests with an engine: collected where vLLM is installed."""
 
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from typing import TYPE_CHECKING
 
 import pytest
+import vllm_harness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-HERE = importlib.util.find_spec("vllm") is not None
-collect_ignore_glob = [] if HERE else ["test_*.py"]
-
-if HERE:
-    import vllm_harness
-
-    vllm_harness.prepare()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's and its dependencies' own, at import
-        import vllm.v1.core.sched.async_scheduler  # noqa: F401
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") is not None else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -94,9 +94,7 @@ def test_an_adapter_is_its_content(tiny: Path, tmp_path: Path) -> None:
     other = adapter(tmp_path / "other", 2)
     copy = shutil.copytree(one, tmp_path / "copy")
     kv = transfer(tmp_path / "kv")
-    with engine(
-        tiny, kv, scheduler=HYBRID, enable_lora=True, max_lora_rank=8, max_loras=1
-    ) as llm:
+    with engine(tiny, kv, scheduler=HYBRID, enable_lora=True, max_lora_rank=8, max_loras=1) as llm:
         for lora, cached in (
             (LoRARequest("first", 1, str(one)), 0),
             (None, 0),

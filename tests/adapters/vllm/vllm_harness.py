@@ -127,7 +127,9 @@ class Engine:
 
         return get_kv_transfer_group()
 
-    def add(self, tokens: Sequence[int], *, answer: int = 4, salt: str | None = None, lora: Any = None) -> str:
+    def add(
+        self, tokens: Sequence[int], *, answer: int = 4, salt: str | None = None, lora: Any = None
+    ) -> str:
         """Queue a request; return its name."""
         from vllm import SamplingParams, TokensPrompt
 
