@@ -45,9 +45,6 @@ __all__ = ["BlockState", "RestoreState", "advance", "begin"]
 LOADS_INFLIGHT_MIN: Final = 2
 SECONDS_MIN: Final = 1e-9
 WAKE_S_MIN: Final = 0.005
-COVER_S: Final = 0.02
-"""Loads in flight cover this much time, so that a link does not idle between two events; more would
-only claim blocks early that the compute front might reach first."""
 
 _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
     (BlockState.LOADABLE, "load"): BlockState.LOADING,
@@ -204,7 +201,7 @@ class _Machine:
                 self.actions.append(StartLoad(block, tier))
 
     def _depth(self, load_s: float) -> int:
-        extra = int(COVER_S / max(load_s, SECONDS_MIN))
+        extra = int(self.state.cover_s / max(load_s, SECONDS_MIN))
         return min(self.state.loads_inflight_max, LOADS_INFLIGHT_MIN + extra)
 
     def _offer_step(self, share: dict[Tier, int], now: float) -> bool:
