@@ -346,7 +346,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(actions=ACTIONS, held=st.booleans(), data=st.data())
 def test_every_load_is_answered_once(
     tmp_path_factory: pytest.TempPathFactory,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import warnings
 
+import pytest
+
+pytest.register_assert_rewrite("vllm_harness", "vllm_process")
 if importlib.util.find_spec("vllm") is not None:
     import vllm_harness
 

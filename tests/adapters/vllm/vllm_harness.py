@@ -48,18 +48,18 @@ def smollm2() -> str:
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write a Llama with random weights, two layers, and no tokenizer."""
+    """Write a small Llama with random weights and no tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {
         "vocab_size": 512,
-        "hidden_size": 96,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
         "num_key_value_heads": 3,
-        "head_dim": 32,
+        "head_dim": 64,
         "max_position_embeddings": 4096,
         "initializer_range": 0.2,  # wide enough that every prompt has an answer of its own
         "bos_token_id": None,
@@ -179,9 +179,10 @@ class Engine:
         return [done[name] for name in names]
 
     def settle(self) -> None:
-        """Step without requests until the connector has nothing under way."""
+        """Step without requests until no batch is in flight and the connector is idle."""
         for _ in range(STEPS_MAX):
-            if self.connector is None or not self.connector.has_pending_push_work():
+            busy = self.connector is not None and self.connector.has_pending_push_work()
+            if not busy and not self.core.batch_queue:
                 return
             self.llm.llm_engine.step()
         raise AssertionError(f"the connector is still busy after {STEPS_MAX} steps")
@@ -245,11 +246,27 @@ def scatter(
     slots = kvtier.TensorSlots.empty(spec, blocks=len(tokens) // BLOCK)
     with kvtier.open_reader(folder, spec) as reader:
         keys = reader.keys(tokens)
-        with reader.restore(reader.plan(reader.lookup(keys)), into=slots) as session:
+        plan = reader.plan(reader.lookup(keys), compute_price=1e9)  # load all
+        with reader.restore(plan, into=slots) as session:
             assert session.next_step(timeout=30) is None, "a block is missing in the source"
     with kvtier.open(Path(target, "rank-0-of-1"), spec, host_bytes=0, ssd_bytes="2GiB") as store:
         for block in blocks:
             store.put(keys, source=slots, blocks=range(block, block + 1)).result(timeout=30)
+
+
+def equal_link(path: Path | str, *, share: float = 1.0) -> dict[str, float]:
+    """Return a link over which a block loads as long as it took to compute, or ``share`` of that.
+
+    The store in path is closed, and of one rank; an engine that filled it taught it the cost.
+    """
+    import kvtier
+
+    folder = Path(path, "rank-0-of-1")
+    (file,) = folder.glob("specs/*.msgpack")
+    spec = kvtier.KVSpec.from_bytes(file.read_bytes())
+    with kvtier.open_reader(folder, spec) as reader:
+        compute_s = reader.costs.compute.seconds(0, BLOCK)
+    return {"bytes_per_s": spec.block_layout.block_bytes / (compute_s * share), "latency_s": 0.0}
 
 
 def damage(path: Path | str, tokens: Sequence[int], block: int) -> None:

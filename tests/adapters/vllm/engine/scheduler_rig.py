@@ -484,7 +484,9 @@ class Rig:
         reports = {rank.rank: rank.report() for rank in self.ranks}
         told = {rank: report for rank, report in reports.items() if report is not None}
         if told:
-            output.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=StepReports(told))
+            output.kv_connector_output = KVConnectorOutput(
+                kv_connector_worker_meta=StepReports(told)
+            )
         for outputs in self.scheduler.update_from_output(so, output).values():
             for each in outputs.outputs:
                 if each.request_id not in self.finished:

@@ -68,11 +68,11 @@ def adapter(folder: Path, seed: int) -> Path:
     folder.mkdir()
     made = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(2):
-        for name in ("q_proj", "k_proj", "v_proj"):
+    for layer in range(4):
+        for name, width in (("q_proj", 384), ("k_proj", 192), ("v_proj", 192)):
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(8, 96, generator=made) * 0.3
-            tensors[f"{at}.lora_B.weight"] = torch.randn(96, 8, generator=made) * 0.3
+            tensors[f"{at}.lora_A.weight"] = torch.randn(8, 384, generator=made) * 0.3
+            tensors[f"{at}.lora_B.weight"] = torch.randn(width, 8, generator=made) * 0.3
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_harness import BLOCK, engine, prompt, stored, transfer
+from vllm_harness import BLOCK, engine, equal_link, prompt, stored, transfer
 from vllm_process import Remote
 
 if TYPE_CHECKING:
@@ -32,16 +32,18 @@ def test_three_ranks_restore_one_prompt(tiny: Path, expected: Expected, tmp_path
 
 
 def test_three_ranks_split_a_restore_alike(tiny: Path, expected: Expected, tmp_path: Path) -> None:
-    """Over a slow link all ranks compute the same head and load the same tail."""
-    tokens = prompt(1, 1300)
-    with Remote(tiny, transfer(tmp_path), scheduler=HYBRID, tensor_parallel_size=3) as ranks:
-        ranks.run(tokens)
-    pace = {"bytes_per_s": 1e6, "latency_s": 0.0}  # a rank's share of a block takes 0.13 s
-    kv = transfer(tmp_path, links={"ssd": pace, "host": pace})
+    """Over a slow link all ranks compute the same heads and load the same tails."""
+    prompts = [prompt(seed, 1300) for seed in range(1, 5)]
+    with engine(tiny, transfer(tmp_path / "one"), scheduler=HYBRID) as llm:
+        llm.run(*prompts)  # to know how long a block takes
+    link = equal_link(tmp_path / "one", share=1 / 3)  # a rank loads a third of a block's bytes
+    kv = transfer(tmp_path / "three", links={"ssd": link, "host": link})
     with Remote(tiny, kv, scheduler=HYBRID, tensor_parallel_size=3) as ranks:
-        answer = ranks.run(tokens, answer=8)[0]
-    assert answer.tokens == expected[tuple(tokens)]
-    assert 0 < answer.cached < 5 * BLOCK
+        ranks.run(*prompts)
+        ranks.forget()
+        answers = [ranks.run(tokens, answer=8)[0] for tokens in prompts]
+    assert [one.tokens for one in answers] == [expected[tuple(tokens)] for tokens in prompts]
+    assert any(0 < one.cached < 5 * BLOCK for one in answers)
 
 
 def test_a_decode_engine_takes_over_from_a_prefill_engine(
