@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from kvtier_vllm import facts
 from kvtier_vllm.contract import Rung, rung
 from kvtier_vllm.coordinator import Coordinator
+from kvtier_vllm.lora import AdapterDigests
 from kvtier_vllm.pages import PoolPages
 from kvtier_vllm.settings import Settings
 from kvtier_vllm.stats import KVTierPromMetrics, KVTierStats, register
@@ -86,6 +87,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._rung = rung(vllm_config, self._settings)
         self.coordinator: Coordinator | None = None
         self._worker: WorkerSide | None = None
+        self._adapters = AdapterDigests()
         if role == KVConnectorRole.WORKER:
             from kvtier_vllm.identity import worker_side
 
@@ -190,11 +192,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Follow a request from its arrival."""
+        lora = request.lora_request
+        adapter = "" if lora is None else self._adapters.of(lora.lora_path)
+        refused = facts.refusal(request) if adapter is not None else "its LoRA cannot be read"
         self._coordinator().arrived(
-            request,
-            tenant=request.cache_salt or "",
-            adapter=facts.adapter(request),
-            refused=facts.refusal(request),
+            request, tenant=request.cache_salt or "", adapter=adapter or "", refused=refused
         )
 
     def get_num_new_matched_tokens(

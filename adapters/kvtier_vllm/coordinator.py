@@ -316,6 +316,8 @@ class Coordinator:
         now = self._clock()
         if report.hello is not None:
             self.hello(report.hello)
+        if report.stale and self._mirror.ready:
+            self.reset()
         if report.changes is not None:
             self._mirror.changed(rank, report.changes)
         if report.costs is not None:

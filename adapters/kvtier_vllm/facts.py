@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvtier_vllm.settings import Settings
 
-__all__ = ["adapter", "limits", "refusal", "warn"]
+__all__ = ["limits", "refusal", "warn"]
 
 logger = init_logger("vllm.kvtier")
 
@@ -55,13 +55,6 @@ def refusal(request: Request) -> str:
         and not adapter(request),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def adapter(request: Request) -> str:
-    """Return the digest of a request's LoRA by content; nothing without one."""
-    if request.lora_request is None:
-        return ""
-    return _adapters.of(request.lora_request.lora_path) or ""
 
 
 def warn(vllm_config: VllmConfig, rung: Rung) -> None:

@@ -47,6 +47,15 @@ __all__ = ["block_tokens_of", "check_supported", "worker_side"]
 
 BLOCK_TOKENS: Final = 256
 DRAFTS_WITHOUT_KV: Final = (None, "ngram", "ngram_gpu", "suffix")
+KINDS: Final = {
+    "SlidingWindowSpec": "sliding-window attention: layers that forget",
+    "SlidingWindowMLASpec": "sliding-window attention: layers that forget",
+    "ChunkedLocalAttentionSpec": "chunked local attention: layers that forget",
+    "MLAAttentionSpec": "multi-head latent attention (MLA)",
+    "MambaSpec": "recurrent layers",
+    "UniformTypeKVCacheSpecs": "layers whose KV heads or widths differ",
+}
+"""What vLLM's KV cache specs stand for."""
 NOT_YET: Final = "kvtier does not hold this yet"
 
 
@@ -76,10 +85,10 @@ def _refusals(
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     yield (
         len(groups) != 1,
-        f"{len(groups)} KV cache groups ({', '.join(kinds)}): a hybrid or sliding-window model",
+        f"{len(groups)} kinds of KV ({', '.join(KINDS.get(kind, kind) for kind in kinds)})",
     )
     spec: Any = groups[0].kv_cache_spec
-    yield type(spec) is not FullAttentionSpec, f"a KV cache of {kinds[0]}: not full attention"
+    yield type(spec) is not FullAttentionSpec, KINDS.get(kinds[0], f"a KV cache of {kinds[0]}")
     window = spec.sliding_window or spec.attention_chunk_size
     yield window is not None, f"layers that forget what is {window} tokens back"
     yield bool(spec.non_causal), "attention that is not causal"
@@ -142,7 +151,7 @@ class VllmEngine:
             parts=(((first.shape[1], first.shape[3]),),) * len(self._caches),
             quantization=str(config.model_config.quantization or "none"),
             kv_scales=cache_dtype if cache_dtype.startswith("fp8") else "none",
-            layout=f"{_label(config, self._kv, list(self._caches))}/{page}",
+            layout=f"{_label(config, self._kv, self._caches)}/{page}",
             rope=_rope(config),
             tp_rank=self.rank,
             tp_size=self.ranks,
@@ -249,15 +258,23 @@ def _of_all_ranks(own: str) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(every).encode()).hexdigest()}"
 
 
-def _label(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: list[str]) -> str:
-    """Return whose bytes a page holds: backend, instruction set on a CPU, order of the axes."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention, names)
+def _label(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
+) -> str:
+    """Return whose bytes a page holds.
+
+    The backend, its instruction set on a CPU, the order of the axes, and the tokens in a block of
+    the backend's where it has several in a page.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, Attention, list(caches))
     kinds = {
         (layer.attn_backend.get_name(), getattr(layer, "isa", "")) for layer in layers.values()
     }
     if len(kinds) != 1:
         raise UnsupportedModel(f"layers of several attention backends ({kinds}); {NOT_YET}")
-    words = [*kinds.pop(), str(kv_cache_config.kv_cache_layout)]
+    inner = next(iter(caches.values())).shape[2]
+    split = "" if inner == vllm_config.cache_config.block_size else f"by{inner}"
+    words = [*kinds.pop(), str(kv_cache_config.kv_cache_layout), split]
     return re.sub(r"[^a-z0-9._-]", "_", "-".join(word for word in words if word).lower())[:64]
 
 

@@ -110,8 +110,8 @@ class HybridSteps:
     ) -> bool:
         """Empty the prefix cache even while pages are held by us."""
         if reset_running_requests:
-            for request_id in [each for each in self.requests if self._is_parked(each)]:
-                self._preempt_parked(self.requests[request_id])
+            for request in [each for each in self.kv_holding_waiting if self._may_leave(each)]:
+                self._preempt_waiting(request)
         with self._tiers.lent():
             done = super().reset_prefix_cache(reset_running_requests, reset_connector)
         if done:
@@ -139,7 +139,12 @@ class HybridSteps:
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         self._enqueue_waiting_request(request)
 
-    def _preempt_parked(self, request: Request) -> None:
+    @staticmethod
+    def _may_leave(request: Request) -> bool:
+        return request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+
+    def _preempt_waiting(self, request: Request) -> None:
+        """Take its pages from a request that is parked, or was until now."""
         self.kv_holding_waiting.remove_requests([request])
         self.deferred_waiting.discard(request)
         self.finished_recving_kv_req_ids.discard(request.request_id)

@@ -156,10 +156,13 @@ class WorkerSide:
             self._store.close()
             self._store = None
 
-    def _open(self) -> None:
+    def _open(self, purging: bytes | None = None) -> None:
+        """Open the store for the weights as they are now, without what is of that namespace."""
         spec = self._engine.spec()
         self._pages = self._engine.pages()
         self._store = store = self._open_store(spec)
+        if purging is not None:
+            _purged(store, purging)
         self._namespace = spec.namespace
         self._look, self._stale = None, False
         stored = self._of_this_model(store.changes())
@@ -173,19 +176,16 @@ class WorkerSide:
         """Destroy what is stored of this model and open for the weights as they are now."""
         self._end_all()
         store, self._store = self._store, None
+        namespace, purged = self._namespace, False
         if store is not None:
-            try:
-                if isinstance(store, Store):
-                    store.purge(namespace=self._namespace)
-            except KVTierError as error:
-                log.warning("kvtier: the reset left blocks of this model on disk: %s", error)
+            purged = _purged(store, namespace)
             store.close()  # nothing is loaded or read afterwards
         self._failed += self._collect_answers()  # what landed is of the life before
         self._collect_puts(lost=True)
         self._hints.clear()
         self._saves.clear()
         self._resets = resets
-        self._open()
+        self._open(purging=None if purged else namespace)
 
     # -- a step, in the order in which the engine calls
 
@@ -395,3 +395,15 @@ class WorkerSide:
         store.close()
         self._collect_puts(lost=True)
         self._forget = True
+
+
+def _purged(store: Store | StoreReader, namespace: bytes) -> bool:
+    """Destroy what a store has of a namespace; whether nothing is left that is ours to destroy."""
+    if not isinstance(store, Store):
+        return True
+    try:
+        left = store.purge(namespace=namespace).left
+    except KVTierError as error:
+        log.warning("kvtier: blocks of before the reset are left: %s", error)
+        return False
+    return not left

@@ -7,6 +7,7 @@ too early or never filled is an error at once, without any model.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -197,8 +198,6 @@ class Rank:
 
 
 def _with(report: RankReport, **changes: Any) -> RankReport:
-    import dataclasses
-
     return dataclasses.replace(report, **changes)
 
 
@@ -361,9 +360,19 @@ class Rig:
             self._process()
         return scheduled
 
+    def drain(self) -> None:
+        """Process the steps that are out."""
+        while self.out:
+            self._process()
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.finished.add(name)
+
+    def change_weights(self, weights: str) -> None:
+        """Load other weights: what a rank stores from its next reset on is under their name."""
+        for rank in self.ranks:
+            rank.spec = dataclasses.replace(rank.spec, weights=weights)
 
     def land(self, chance: random.Random | None = None, fail: float = 0.0) -> None:
         """Let loads and saves make progress: all of them, or some by chance."""
