@@ -212,7 +212,11 @@ def worker_side(
     """
     check_supported(vllm_config, kv_cache_config)
     engine = VllmEngine(vllm_config, kv_cache_config)
-    path = f"{settings.path}/rank-{engine.rank}-of-{engine.ranks}"
+    parallel = vllm_config.parallel_config
+    # Replicas behind one endpoint are engines of their own, whose schedulers know nothing of each
+    # other.
+    replica = f"replica-{parallel.data_parallel_index}/" if parallel.data_parallel_size > 1 else ""
+    path = f"{settings.path}/{replica}rank-{engine.rank}-of-{engine.ranks}"
     options = settings.of_rank(engine.ranks)
     if contiguous:
         options["policy"] = "prefix-closed"

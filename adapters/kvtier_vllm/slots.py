@@ -12,6 +12,7 @@ takes longer than moving them: the pieces are gathered on the device, and cross 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvtier import BlockLayout
 
-__all__ = ["CARRIER", "EnginePages", "PagedSlots"]
+__all__ = ["CARRIER", "EnginePages", "GpuLane", "PagedSlots"]
 
 STAGE_BYTES: Final = 8 << 20
 """What each copying thread keeps on a GPU to gather pages in."""
@@ -39,10 +40,17 @@ class EnginePages:
     Where the attention backend has smaller blocks than the engine's block table, a layer has
     several of its rows for one page.
 
-    Raises ``UnsupportedModel`` where a page does not lie in one run.
+    ``lane`` copies by gathering on a device; None where numpy can reach the pages. Raises
+    ``UnsupportedModel`` where a page does not lie in one run.
     """
 
-    def __init__(self, layout: BlockLayout, layers: Mapping[str, torch.Tensor], pages: int) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        layers: Mapping[str, torch.Tensor],
+        pages: int,
+        lane: GpuLane | None = None,
+    ) -> None:
         self.layout = layout
         self.pages = pages
         shapes = {part.shape for part in layout.tensors}
@@ -59,24 +67,27 @@ class EnginePages:
                 )
         carrier = CARRIER[layout.itemsize]
         runs = [run.view(carrier) for run in _runs(self.rows)]
-        self.in_order = [run.numpy() for run in runs] if self.device.type == "cpu" else []
-        self.on_device = [] if self.device.type == "cpu" else runs
-        """Layers [first, last) that lie at equal distances, as one [layers, pages, values]."""
-        self.lane = _Lane()
+        self.lane = lane or (None if self.device.type == "cpu" else GpuLane())
+        self.runs = [run.numpy() for run in runs] if self.lane is None else runs
+        """Layers that lie at equal distances, as one [layers, pages, values]."""
 
 
-class _Lane(threading.local):
+class GpuLane(threading.local):
     """What one copying thread has on a GPU: a stream beside the engine's, and room to gather in."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage_bytes: int = STAGE_BYTES) -> None:
+        self.stage_bytes = stage_bytes
         self._stream: Any = None
         self._stage: torch.Tensor | None = None
 
-    def stream(self, device: torch.device) -> Any:
-        """Return this thread's stream."""
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[Any]:
+        """Queue on this thread's stream; what was queued is done when the scope ends."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._stream
+        with torch.cuda.stream(self._stream):
+            yield self._stream
+        self._stream.synchronize()
 
     def stage(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return this thread's staging bytes, at least so many."""
@@ -124,20 +135,20 @@ class PagedSlots:
     def gather(self, block: int, into: memoryview) -> None:
         """Copy a block out of its pages; returns when it is there."""
         pages = self._at(block)
-        if self.device.type != "cpu":
-            self._gather(pages, into)
+        if self._pages.lane is not None:
+            self._gather(self._pages.lane, pages, into)
             return
-        for piece, flat in self._pieces(self._pages.in_order, pages, into):
+        for piece, flat in self._pieces(pages, into):
             for at, count, run in _steps(pages):
                 np.copyto(flat[:, at : at + count], piece[:, run])
 
     def scatter(self, block: int, source: memoryview) -> None:
         """Copy a block into its pages; returns when it is there."""
         pages = self._at(block)
-        if self.device.type != "cpu":
-            self._scatter(pages, source, self._placed[block][1])
+        if self._pages.lane is not None:
+            self._scatter(self._pages.lane, pages, source, self._placed[block][1])
             return
-        for piece, flat in self._pieces(self._pages.in_order, pages, source):
+        for piece, flat in self._pieces(pages, source):
             for at, count, run in _steps(pages):
                 np.copyto(piece[:, run], flat[:, at : at + count])
 
@@ -146,71 +157,50 @@ class PagedSlots:
             raise SpecMismatch(f"block {block} has no pages")
         return self._placed[block][0]
 
-    def _pieces(
-        self, runs: Sequence[Any], pages: Sequence[int], payload: memoryview
-    ) -> Iterator[tuple[Any, Any]]:
+    def _pieces(self, pages: Sequence[int], payload: memoryview) -> Iterator[tuple[Any, Any]]:
         """Yield each run of layers with its stretch of a payload, [layers, pages, values]."""
-        whole = np.frombuffer(payload, dtype=f"u{self.layout.itemsize}")
+        whole = np.frombuffer(payload, dtype=f"i{self.layout.itemsize}")
+        if self.layout.itemsize == 1:
+            whole = whole.view(np.uint8)
         start = 0
-        for run in runs:
+        for run in self._pages.runs:
             shape = (run.shape[0], len(pages), run.shape[2])
-            size = int(np.prod(shape))
-            flat = whole[start : start + size].reshape(shape)
-            yield run, flat.view(run.dtype) if isinstance(run, np.ndarray) else flat
-            start += size
+            stop = start + int(np.prod(shape))
+            yield run, whole[start:stop].reshape(shape)
+            start = stop
 
     # -- on a GPU: gather a few layers, move them in one run, and so on
 
-    def _gather(self, pages: Sequence[int], into: memoryview) -> None:
-        with self._beside_engine(pages) as (index, stream):
-            for layers, host, stage in self._stages(pages, into):
+    def _gather(self, lane: GpuLane, pages: Sequence[int], into: memoryview) -> None:
+        with lane.beside(self.device):
+            index = torch.tensor(pages, device=self.device)
+            for layers, host, stage in self._stages(lane, pages, into):
                 torch.index_select(layers, 1, index, out=stage)
                 host.copy_(stage, non_blocking=True)
-            stream.synchronize()
 
-    def _scatter(self, pages: Sequence[int], source: memoryview, after: Any) -> None:
-        with self._beside_engine(pages) as (index, stream):
+    def _scatter(self, lane: GpuLane, pages: Sequence[int], source: memoryview, after: Any) -> None:
+        with lane.beside(self.device) as stream:
             if after is not None:
                 stream.wait_event(after)
-            for layers, host, stage in self._stages(pages, source):
+            index = torch.tensor(pages, device=self.device)
+            for layers, host, stage in self._stages(lane, pages, source):
                 stage.copy_(host, non_blocking=True)
                 layers.index_copy_(1, index, stage)
-            stream.synchronize()
-
-    def _beside_engine(self, pages: Sequence[int]) -> _Beside:
-        return _Beside(self._pages.lane.stream(self.device), self.device, pages)
 
     def _stages(
-        self, pages: Sequence[int], payload: memoryview
+        self, lane: GpuLane, pages: Sequence[int], payload: memoryview
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield layers, their stretch of a payload, and a staging tensor of the same shape."""
-        for run, flat in self._pieces(self._pages.on_device, pages, payload):
+        for run, flat in self._pieces(pages, payload):
             layer_bytes = len(pages) * run.shape[2] * run.element_size()
-            step = max(1, STAGE_BYTES // layer_bytes)
-            stage = self._pages.lane.stage(step * layer_bytes, self.device)
-            host = torch.from_numpy(flat.view(np.uint8)).view(run.dtype)
+            step = max(1, lane.stage_bytes // layer_bytes)
+            room = lane.stage(min(step, run.shape[0]) * layer_bytes, self.device)
+            host = torch.from_numpy(flat)
             for first in range(0, run.shape[0], step):
                 layers = run[first : first + step]
                 shape = (layers.shape[0], len(pages), run.shape[2])
-                room = stage[: shape[0] * layer_bytes].view(run.dtype).view(shape)
-                yield layers, host[first : first + step], room
-
-
-class _Beside:
-    """A scope on a thread's own stream: copies neither wait for the engine's nor hold it up."""
-
-    def __init__(self, stream: Any, device: torch.device, pages: Sequence[int]) -> None:
-        self._stream = stream
-        self._scope = torch.cuda.stream(stream)
-        self._device = device
-        self._pages = pages
-
-    def __enter__(self) -> tuple[torch.Tensor, Any]:
-        self._scope.__enter__()  # type: ignore[no-untyped-call]
-        return torch.tensor(self._pages, device=self._device), self._stream
-
-    def __exit__(self, *failure: object) -> None:
-        self._scope.__exit__(*failure)
+                stage = room[: shape[0] * layer_bytes].view(run.dtype).view(shape)
+                yield layers, host[first : first + step], stage
 
 
 def _rows(name: str, tensor: torch.Tensor, pages: int) -> torch.Tensor:

@@ -129,6 +129,7 @@ class WorkerSide:
         self._stale = False
         self._resets = 0
         self._hello: Hello | None = None
+        self._greets = False  # the next report has a new hello
         self._sequence = 0
         self._forget = False
         self._costs: CostModel | None = None
@@ -137,16 +138,18 @@ class WorkerSide:
     # -- its life
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Open the store for what the engine allocated."""
+        """Open the store for what the engine allocated; or go on with other tensors."""
         self._engine.register(caches)
-        self._open()
+        if self._hello is None:
+            self._open()
+        else:
+            self._pages = self._engine.pages()
 
     def hello(self) -> Hello:
-        """Say what is stored, before the first step."""
+        """Say what is stored, before the first step; what comes later is in the reports."""
         if self._hello is None:
             raise RuntimeError("hello: the engine's KV tensors are not registered yet")
-        hello, self._hello = self._hello, None
-        return hello
+        return self._hello
 
     def shutdown(self) -> None:
         """Close the store: what was accepted is flushed, within ``close_s_max``."""
@@ -184,7 +187,7 @@ class WorkerSide:
         self._collect_puts(lost=True)
         self._hints.clear()
         self._saves.clear()
-        self._resets = resets
+        self._resets, self._greets = resets, True
         self._open(purging=None if purged else namespace)
 
     # -- a step, in the order in which the engine calls
@@ -238,7 +241,7 @@ class WorkerSide:
         failed, self._failed = self._failed, []
         ended, self._ended = self._ended, []
         released, self._released = self._released, []
-        hello, self._hello = self._hello, None
+        hello, self._greets = self._hello if self._greets else None, False
         stale = self._stale
         changes, costs, stats = self._news()
         if not (landed or failed or ended or released or hello or changes or costs or stale):

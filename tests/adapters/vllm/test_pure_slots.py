@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier import KVSpec, SpecMismatch, UnsupportedModel
 from kvtier.tiers.device import layer_copies, read_block, write_block
-from kvtier_vllm.slots import EnginePages, PagedSlots, _runs, _steps
+from kvtier_vllm.slots import EnginePages, GpuLane, PagedSlots, _runs, _steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LAYERS, PAGES, HEADS, PAGE_TOKENS, WIDTH = 3, 13, 2, 4, 6
 PER_BLOCK = 4
@@ -47,6 +53,23 @@ def page_bytes(tensor: torch.Tensor, page: int, split: int = 1) -> bytes:
     ]
     values = torch.tensor([value for _, value in sorted(flat)], dtype=tensor.dtype)
     return values.view(torch.uint8).numpy().tobytes()
+
+
+class HostLane(GpuLane):
+    """The way of a GPU, over memory that needs none."""
+
+    def __init__(self, stage_bytes: int) -> None:
+        super().__init__(stage_bytes)
+        self.waited: list[object] = []
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[HostLane]:
+        """Be the stream oneself."""
+        yield self
+
+    def wait_event(self, event: object) -> None:
+        """Note what a copy waits for."""
+        self.waited.append(event)
 
 
 def gathered(slots: PagedSlots, block: int) -> bytes:
@@ -89,6 +112,29 @@ def test_a_block_is_its_pages_bytes(dtype: str, order: str, split: int, pages: l
     assert gathered(slots, 7) == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("stage_bytes", [1, 400, 1 << 20])
+def test_a_gpu_moves_the_same_bytes(dtype: str, stage_bytes: int) -> None:
+    """Pages gathered on a device, in pieces of any size, are the bytes that single parts are.
+
+    A copy into pages waits for what the engine had queued; one out of them does not.
+    """
+    tensors = engine_tensors("lbhnc", "uint8" if dtype.startswith("float8") else dtype)
+    tensors = {name: t.view(getattr(torch, dtype)) for name, t in tensors.items()}
+    layout, lane = spec_of(dtype).block_layout, HostLane(stage_bytes)
+    slots = PagedSlots(EnginePages(layout, tensors, PAGES, lane))
+    slots.place(0, [8, 2, 3, 11], after="a fence")
+    plain = PagedSlots(EnginePages(layout, tensors, PAGES))
+    plain.place(0, [8, 2, 3, 11])
+    before = gathered(slots, 0)
+    assert before == gathered(plain, 0)
+    assert lane.waited == []
+    new = bytearray(reversed(before))
+    write_block(slots, 0, memoryview(new))
+    assert gathered(plain, 0) == new
+    assert lane.waited == ["a fence"]
+
+
 def test_pages_by_parts_and_at_once_agree() -> None:
     """A copy of whole runs has the bytes that the single parts have, with kvtier's own checks."""
     tensors = engine_tensors("lbhnc")
@@ -114,10 +160,10 @@ def test_stretches_cover_the_pages(pages: list[int]) -> None:
 def test_layers_of_one_memory_are_one_run() -> None:
     """Layers of one allocation are copied as one array; those of several are not mixed up."""
     together = EnginePages(spec_of().block_layout, engine_tensors("lbhnc"), PAGES)
-    assert [run.shape for run in together.in_order] == [(LAYERS, PAGES, 48)]
+    assert [run.shape for run in together.runs] == [(LAYERS, PAGES, 48)]
     apart = {name: tensor.clone() for name, tensor in engine_tensors("lbhnc").items()}
     slots = PagedSlots(EnginePages(spec_of().block_layout, apart, PAGES))
-    assert len(EnginePages(spec_of().block_layout, apart, PAGES).in_order) == LAYERS
+    assert len(EnginePages(spec_of().block_layout, apart, PAGES).runs) == LAYERS
     slots.place(0, [0, 2, 4, 5])
     same = PagedSlots(together)
     same.place(0, [0, 2, 4, 5])

@@ -217,16 +217,34 @@ def load(keys: BlockKeys, block: int, restore: int = 1, tier: Tier = Tier.SSD) -
     return Load(restore, block, keys[block], tier, pages)
 
 
-def test_it_says_hello_once(rig: Rig) -> None:
-    """The first word has rank, spec, sizes, what is stored and what it costs; it is said once."""
+def test_it_says_hello(rig: Rig) -> None:
+    """The first word has rank, spec, sizes and what is stored; reports do not repeat it."""
     hello = rig.side.hello()
     assert KVSpec.from_bytes(hello.spec) == spec_of()
     assert (hello.rank, hello.resets) == (0, 0)
     assert hello.block_bytes == spec_of().block_layout.block_bytes
     assert hello.stored.complete
     assert hello.stored.blocks == ()
+    rig.step(Orders())
+    assert rig.last is None
+
+
+def test_hello_needs_the_engines_memory(tmp_path: Path) -> None:
+    """Before the KV tensors are there, nothing can be said."""
+    side = WorkerSide(FakeEngine(), lambda spec: kvtier.open(tmp_path / "s", spec))
     with pytest.raises(RuntimeError, match="hello"):
-        rig.side.hello()
+        side.hello()
+
+
+def test_other_tensors_need_no_other_store(rig: Rig) -> None:
+    """An engine that registers anew goes on with its store, and its new tensors are used."""
+    keys = keys_of()
+    rig.save(keys)
+    rig.engine.caches = {name: t.clone().zero_() for name, t in rig.engine.caches.items()}
+    rig.side.register_kv_caches(rig.engine.caches)
+    rig.step(Orders(loads=(load(keys, 1),)))
+    rig.until(lambda: rig.said("landed", (1, 1)))
+    assert rig.engine.holds(keys, 1, load(keys, 1).pages)
 
 
 def test_what_is_saved_is_loaded(rig: Rig) -> None:

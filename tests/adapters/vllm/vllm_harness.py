@@ -48,14 +48,14 @@ def smollm2() -> str:
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write a small Llama with random weights and no tokenizer."""
+    """Write a small Llama with random weights and no tokenizer; three ranks can share it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {
-        "vocab_size": 512,
+        "vocab_size": 576,
         "hidden_size": 384,
-        "intermediate_size": 1024,
+        "intermediate_size": 1152,
         "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "num_key_value_heads": 3,

@@ -25,4 +25,5 @@ def test_without_the_scheduler_class_it_loads(
         both = llm.run(tokens, tokens[:1000], answer=8)
         llm.assert_pool_free()
     assert [one.tokens for one in both] == [expected[tuple(tokens)], expected[tuple(tokens[:1000])]]
-    assert [one.cached for one in both] == [5 * BLOCK, 3 * BLOCK]
+    assert both[0].cached == 5 * BLOCK
+    assert both[1].cached >= 3 * BLOCK  # from the store, or from the engine's cache after the first
