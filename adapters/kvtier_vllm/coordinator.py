@@ -12,18 +12,16 @@ does, in its order, and knows nothing of vLLM.
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import kvtier
 from kvtier import BlockKeys
 from kvtier_vllm.asked import NOTHING_ASKED, Asked
 from kvtier_vllm.holds import Holds, Pages
-from kvtier_vllm.messages import Hint, Measured, Orders
+from kvtier_vllm.messages import Hint, Orders
 from kvtier_vllm.mirror import Mirror
 from kvtier_vllm.planning import Limits, plan_restore
-from kvtier_vllm.restores import Restore
 from kvtier_vllm.saves import Saves
 from kvtier_vllm.steps import Steps
 from kvtier_vllm.tally import Tally
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvtier import CatalogChanges, KVSpec
     from kvtier_vllm.messages import Hello, RankReport
+    from kvtier_vllm.restores import Restore
 
 __all__ = ["DEFER_S_MAX", "HINTS_MAX", "Announcements", "Coordinator", "EngineRequest"]
 
@@ -275,10 +274,7 @@ class Coordinator:
 
     def restores(self) -> Iterator[tuple[EngineRequest, Restore]]:
         """Yield requests that are being restored, by the costs as they are now."""
-        if not self._mirror.ready:
-            costs = None
-        else:
-            costs = self._mirror.costs if self._bringing else None
+        costs = self._mirror.costs if self._bringing and self._mirror.ready else None
         for tracked in list(self._requests.values()):
             if tracked.restore is not None:
                 if costs is not None:
