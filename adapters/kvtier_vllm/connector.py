@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvtier_vllm.events import KVEvents
     from kvtier_vllm.messages import Hello, Orders, RankReport
     from kvtier_vllm.worker import WorkerSide
 
@@ -88,6 +89,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.coordinator: Coordinator | None = None
         self._worker: WorkerSide | None = None
         self._adapters = AdapterDigests()
+        self._events: KVEvents | None = None
         if role == KVConnectorRole.WORKER:
             from kvtier_vllm.identity import worker_side
 
@@ -100,6 +102,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             limits = facts.limits(vllm_config, self._settings, self._rung)
             self.coordinator = Coordinator(limits, say=logger.info)
+            self._events = facts.events(vllm_config, self.coordinator)
             facts.warn(vllm_config, self._rung)
 
     @property
@@ -196,7 +199,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         adapter = "" if lora is None else self._adapters.of(lora.lora_path)
         refused = facts.refusal(request) if adapter is not None else "its LoRA cannot be read"
         self._coordinator().arrived(
-            request, tenant=request.cache_salt or "", adapter=adapter or "", refused=refused
+            request,
+            tenant=request.cache_salt or "",
+            adapter=adapter or "",
+            refused=refused,
+            asked=facts.asked(request, self._vllm_config),
         )
 
     def get_num_new_matched_tokens(
@@ -253,7 +260,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM asks after every step that it has processed, and no other call tells of that.
         """
         self._coordinator().step_done()
-        return ()
+        return () if self._events is None else self._events.take()
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """Return the scheduler's counts since the last call; workers count in their reports."""

@@ -12,28 +12,28 @@ does, in its order, and knows nothing of vLLM.
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import kvtier
 from kvtier import BlockKeys
+from kvtier_vllm.asked import NOTHING_ASKED, Asked
 from kvtier_vllm.holds import Holds, Pages
-from kvtier_vllm.messages import Hint, Measured, Orders
+from kvtier_vllm.messages import Hint, Orders
 from kvtier_vllm.mirror import Mirror
 from kvtier_vllm.planning import Limits, plan_restore
-from kvtier_vllm.restores import Restore
 from kvtier_vllm.saves import Saves
 from kvtier_vllm.steps import Steps
 from kvtier_vllm.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from kvtier import KVSpec
+    from kvtier import CatalogChanges, KVSpec
     from kvtier_vllm.messages import Hello, RankReport
+    from kvtier_vllm.restores import Restore
 
-__all__ = ["DEFER_S_MAX", "HINTS_MAX", "Coordinator", "EngineRequest"]
+__all__ = ["DEFER_S_MAX", "HINTS_MAX", "Announcements", "Coordinator", "EngineRequest"]
 
 DEFER_S_MAX: Final = 60.0
 """A request waits so long for another one's restore to bring its blocks, then plans its own."""
@@ -55,6 +55,19 @@ class EngineRequest(Protocol):
         """Known tokens: the prompt and what was accepted of the answer."""
 
 
+class Announcements(Protocol):
+    """Who tells others what is stored."""
+
+    def note(self, request: Any, hashes: Sequence[bytes], blocks: Iterable[int]) -> None:
+        """Take in that a request holds blocks of a prompt with these hashes."""
+
+    def moved(self, hashes: Iterable[bytes]) -> None:
+        """Take in that blocks may be stored elsewhere by now."""
+
+    def cleared(self) -> None:
+        """Take in that nothing is stored any more."""
+
+
 @dataclass(slots=True)
 class _Tracked:
     """A request that has not finished."""
@@ -63,6 +76,7 @@ class _Tracked:
     tenant: str
     adapter: str
     refused: str
+    asked: Asked
     admitted: bool = False
     counted: bool = False
     keys: BlockKeys | None = None
@@ -118,6 +132,7 @@ class Coordinator:
         self._unhints: list[int] = []
         self._received: list[str] = []
         self._spare: Callable[[], int] | None = None
+        self._events: Announcements | None = None
         self._cache_cleared = True
         self._suspect = False
         self._changed = False
@@ -133,9 +148,19 @@ class Coordinator:
         """Be driven by a hybrid scheduler; ``spare``: pages that nobody counts on."""
         self._spare = spare
 
+    def announce(self, events: Announcements) -> None:
+        """Tell ``events`` from now on what may have changed; they ask ``stored_in``."""
+        self._events = events
+
+    def stored_in(self, digest: bytes) -> tuple[kvtier.Tier, ...]:
+        """Return the tier from which every rank could load a block; none if one lacks it."""
+        (tier,) = self._mirror.tiers((digest,)) if self._mirror.ready else (None,)
+        return () if tier is None else (tier,)
+
     def hello(self, hello: Hello) -> None:
         """Take a rank's account of its store, and its weights."""
         self._changed |= self._mirror.hello(hello)
+        self._moved(hello.stored)
         if self._mirror.ready and self._changed:
             self._weights_changed()
         if self._mirror.ready and not self._introduced:
@@ -150,10 +175,16 @@ class Coordinator:
     # -- requests, as vLLM's scheduler takes them up
 
     def arrived(
-        self, request: EngineRequest, *, tenant: str = "", adapter: str = "", refused: str = ""
+        self,
+        request: EngineRequest,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        refused: str = "",
+        asked: Asked = NOTHING_ASKED,
     ) -> None:
         """Follow a request; ``refused``: why it is neither restored nor saved."""
-        self._requests[request.request_id] = _Tracked(request, tenant, adapter, refused)
+        self._requests[request.request_id] = _Tracked(request, tenant, adapter, refused, asked)
 
     def lookup(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """Plan a request of which the engine holds ``local`` tokens.
@@ -161,7 +192,7 @@ class Coordinator:
         Returns what ``get_num_new_matched_tokens`` does. Nothing is begun until ``admitted``.
         """
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.restore is not None:
+        if tracked is None or tracked.restore is not None or not tracked.asked.restore:
             return 0, False
         tracked.planned = None
         tracked.local = local
@@ -193,7 +224,9 @@ class Coordinator:
         if tracked is None:
             return
         tracked.admitted = True
-        self._unhint(tracked)
+        if not tracked.asked.prefetch:
+            self._unhint(tracked)
+        self._note(tracked)
         planned, tracked.planned = tracked.planned, None
         if not tracked.counted:
             self._count_sources(tracked, planned)
@@ -241,10 +274,7 @@ class Coordinator:
 
     def restores(self) -> Iterator[tuple[EngineRequest, Restore]]:
         """Yield requests that are being restored, by the costs as they are now."""
-        if not self._mirror.ready:
-            costs = None
-        else:
-            costs = self._mirror.costs if self._bringing else None
+        costs = self._mirror.costs if self._bringing and self._mirror.ready else None
         for tracked in list(self._requests.values()):
             if tracked.restore is not None:
                 if costs is not None:
@@ -320,6 +350,7 @@ class Coordinator:
             self.reset()
         if report.changes is not None:
             self._mirror.changed(rank, report.changes)
+            self._moved(report.changes)
         if report.costs is not None:
             self._mirror.recosted(rank, report.costs)
         self.tally.rank(rank, report.stats)
@@ -368,6 +399,8 @@ class Coordinator:
         self._resets += 1
         self.tally.add("cache_resets")
         self._mirror.reset(self._resets)
+        if self._events is not None:
+            self._events.cleared()
         self._cache_cleared = self._holds.engine.prefix_cache_empty
         self._saves.forget_queued()
         now = self._clock()
@@ -477,6 +510,8 @@ class Coordinator:
                 return
             mine = pages[first * per_block : last * per_block]
             self._saves.order(_confirmed(keys, last), first, last, mine)
+        if self._events is not None:
+            self._events.note(tracked.request, keys.hashes, range(start, stop))
 
     def _leave(self, tracked: _Tracked, *, owes: bool = False) -> None:
         tracked.planned = None
@@ -526,19 +561,41 @@ class Coordinator:
         for tracked in self._requests.values():
             if room <= 0:
                 return
-            if tracked.admitted or tracked.hint is not None or not self.limits.restore:
+            waits = not tracked.admitted or tracked.asked.prefetch
+            if not waits or tracked.hint is not None or not self.limits.restore:
                 continue
-            keys = self._keys(tracked)
+            keys = self._wanted(tracked)
             if keys is None or kvtier.Tier.SSD not in self._mirror.tiers(keys.hashes):
                 continue
             tracked.hint, room = self._hints, room - 1
             self._hints += 1
             yield Hint(tracked.hint, _confirmed(keys, len(keys)))
 
+    def _wanted(self, tracked: _Tracked) -> BlockKeys | None:
+        """Return the keys of what is to be prefetched for a request."""
+        keys = self._keys(tracked)
+        if keys is None or not tracked.asked.prefetch:
+            return keys
+        return BlockKeys.of(
+            self._mirror.spec,
+            tracked.asked.prefetch,
+            tenant=tracked.tenant,
+            adapter=tracked.adapter,
+        )
+
     def _unhint(self, tracked: _Tracked) -> None:
         if tracked.hint is not None:
             self._unhints.append(tracked.hint)
             tracked.hint = None
+
+    def _moved(self, changes: CatalogChanges) -> None:
+        if self._events is not None:
+            self._events.moved([digest for _, digest, _ in changes.blocks])
+
+    def _note(self, tracked: _Tracked) -> None:
+        """Let blocks that were stored before be announced, now that a request names them."""
+        if self._events is not None and tracked.keys is not None:
+            self._events.note(tracked.request, tracked.keys.hashes, range(len(tracked.keys)))
 
     def _count_sources(self, tracked: _Tracked, planned: Restore | None) -> None:
         keys = tracked.keys

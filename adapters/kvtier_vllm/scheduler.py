@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["HybridAsyncScheduler", "HybridScheduler", "HybridSteps"]
 
 
-class HybridSteps:
+# What the overrides stand in front of: for type checkers one of vLLM's schedulers.
+_Steps = Scheduler if TYPE_CHECKING else object
+
+
+class HybridSteps(_Steps):  # type: ignore[misc, unused-ignore]
     """The overrides; in front of one of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

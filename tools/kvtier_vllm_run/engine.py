@@ -12,7 +12,9 @@ import sys
 import time
 from typing import IO, Any, Final
 
-__all__ = ["Engine", "answer_all", "main"]
+from kvtier_vllm.tally import PREFIX
+
+__all__ = ["Engine", "answer_all", "counts_of", "main"]
 
 IDLE_STEPS_MAX: Final = 100_000
 """Steps without requests that what is under way may take to end."""
@@ -87,21 +89,7 @@ class Engine:
 
     def counts(self) -> dict[str, float]:
         """Return kvtier's metrics."""
-        from vllm.v1.metrics.reader import Counter, Gauge, Histogram
-
-        found: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            if not metric.name.startswith("vllm:kvtier_"):
-                continue
-            labels = [f'{k}="{v}"' for k, v in metric.labels.items() if k not in _VLLM_LABELS]
-            name = metric.name.removeprefix("vllm:kvtier_")
-            tail = "{" + ",".join(labels) + "}" if labels else ""
-            if isinstance(metric, Counter | Gauge):
-                found[name + tail] = metric.value
-            elif isinstance(metric, Histogram):
-                found[f"{name}_count{tail}"] = metric.count
-                found[f"{name}_sum{tail}"] = metric.sum
-        return found
+        return counts_of(self._llm)
 
     def stop(self) -> None:
         """End the engine: its store is flushed."""
@@ -154,6 +142,25 @@ class Engine:
 
 
 _VLLM_LABELS: Final = frozenset({"model_name", "engine"})
+
+
+def counts_of(llm: Any) -> dict[str, float]:
+    """Return kvtier's metrics of an ``LLM``, as its endpoint would have them."""
+    from vllm.v1.metrics.reader import Counter, Histogram
+
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if not metric.name.startswith(PREFIX):
+            continue
+        labels = [f'{k}="{v}"' for k, v in metric.labels.items() if k not in _VLLM_LABELS]
+        name = metric.name.removeprefix(PREFIX)
+        tail = "{" + ",".join(labels) + "}" if labels else ""
+        if isinstance(metric, Counter):
+            found[name + tail] = metric.value
+        elif isinstance(metric, Histogram):
+            found[f"{name}_count{tail}"] = metric.count
+            found[f"{name}_sum{tail}"] = metric.sum
+    return found
 
 
 class _Request:
