@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from typing import IO, Any, Final
+from pathlib import Path
+from typing import IO, Any, Final, Self
 
 from kvtier_vllm.tally import PREFIX
 
@@ -49,18 +50,17 @@ class Engine:
             "blocks": self._pool.num_gpu_blocks,
         }
 
-    def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def serve(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Answer requests, all at once."""
-        names = [self._add(each) for each in requests]
-        served = {name: _Request() for name in names}
-        while any(not each.done for each in served.values()):
-            self._step(served)
+        with _Core() as core:
+            names = [self._add(each) for each in requests]
+            served = {name: _Request() for name in names}
+            while any(not each.done for each in served.values()):
+                self._step(served)
         self._settle()
-        return [served[name].to_json() for name in names]
+        return {"served": [served[name].to_json() for name in names], "held": core.held}
 
-    def meanwhile(
-        self, others: list[dict[str, Any]], request: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def meanwhile(self, others: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
         """Answer one request while others decode."""
         names = [self._add(each) for each in others]
         served = {name: _Request() for name in names}
@@ -68,13 +68,15 @@ class Engine:
             self._step(served)
         for each in served.values():
             each.restart()
-        mine = self._add(request)
-        served[mine] = _Request()
-        while not served[mine].tokens:
-            self._step(served)
+        with _Core() as core:
+            mine = self._add(request)
+            served[mine] = _Request()
+            while not served[mine].tokens:
+                self._step(served)
         self._llm.llm_engine.abort_request([*names, mine], internal=True)
         self._settle()
-        return [served[name].to_json() for name in (mine, *names)]
+        found = [served[name].to_json() for name in (mine, *names)]
+        return {"served": found, "held": core.held}
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
@@ -142,6 +144,28 @@ class Engine:
 
 
 _VLLM_LABELS: Final = frozenset({"model_name", "engine"})
+
+
+class _Core:
+    """Tells how much of the time that this thread wanted its core it had it."""
+
+    held = 1.0
+
+    def __enter__(self) -> Self:
+        self._cpu_s, self._delay_s = time.thread_time(), _run_delay_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        cpu_s, delay_s = time.thread_time() - self._cpu_s, _run_delay_s() - self._delay_s
+        self.held = cpu_s / (cpu_s + delay_s) if cpu_s + delay_s else 1.0
+
+
+def _run_delay_s() -> float:
+    """Return how long this thread waited for a core so far; 0 if the kernel does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def counts_of(llm: Any) -> dict[str, float]:
