@@ -561,6 +561,19 @@ def test_moves_outside_the_table_raise(state: BlockState, what: str) -> None:
         assert after == scratch.blocks[0]
 
 
+@pytest.mark.parametrize(("cover_s", "expected"), [(0.0, 2), (0.1, 3), (0.45, 6), (9.0, 8)])
+def test_loads_in_flight_cover_the_time_between_two_answers(cover_s: float, expected: int) -> None:
+    """An engine that hears of loads only every so often has as many under way as that takes."""
+    costs = costs_of(50.0, ssd_s=0.1)
+    planned = plan(residency_of([SSD] * 20), costs)
+    state = begin(planned, costs, loads_inflight_max=8, cover_s=cover_s)
+    state, actions = advance(state, Begin(0.0))
+    assert sum(isinstance(action, StartLoad) for action in actions) == expected
+    first = next(action.block for action in actions if isinstance(action, StartLoad))
+    _, more = advance(state, Loaded(first, 0.1))
+    assert sum(isinstance(action, StartLoad) for action in more) == 1
+
+
 # -- how fast it is
 
 

@@ -21,7 +21,9 @@ class Fake:
             raise ValueError("no such model")
         return {"given": arguments}
     def serve(self, requests):
-        return [{"tokens": [each["ids"][0], 7], "times_s": [0.5, 0.75], "cached": 3} for each in requests]
+        one = {"times_s": [0.5, 0.75], "cached": 3}
+        served = [{"tokens": [each["ids"][0], 7], **one} for each in requests]
+        return {"served": served, "held": 0.5}
     def meanwhile(self, others, request):
         return self.serve([request, *others])
     def forget(self):
@@ -35,7 +37,7 @@ class Fake:
 
 answer_all(Fake(), sys.stdin, sys.stdout)
 print("flushed", file=sys.stderr)
-"""  # noqa: E501 - one line of the fake
+"""
 
 
 def engine(folder: Path, **arguments: Any) -> EngineProcess:
@@ -50,7 +52,7 @@ def test_an_engine_is_started_asked_and_ended(tmp_path: Path) -> None:
         assert one.started == {"given": {"model": "m"}}
         (served,) = one.serve([{"ids": [4], "max_tokens": 2}])
         assert served == Served((4, 7), (0.5, 0.75), 3)
-        assert (served.ttft_s, served.gaps_s) == (0.5, [0.25])
+        assert (served.ttft_s, served.gaps_s, one.held) == (0.5, [0.25], 0.5)
         mine, others = one.meanwhile([{"ids": [5], "max_tokens": 2}], {"ids": [6], "max_tokens": 1})
         assert (mine.tokens, [each.tokens for each in others]) == ((6, 7), [(5, 7)])
     assert (tmp_path / "engine.log").read_text().splitlines() == ["starting", "flushed"]

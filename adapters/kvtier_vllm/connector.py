@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvtier_vllm.events import KVEvents
     from kvtier_vllm.messages import Hello, Orders, RankReport
     from kvtier_vllm.worker import WorkerSide
 
@@ -88,6 +89,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self.coordinator: Coordinator | None = None
         self._worker: WorkerSide | None = None
         self._adapters = AdapterDigests()
+        self._events: KVEvents | None = None
         if role == KVConnectorRole.WORKER:
             from kvtier_vllm.identity import worker_side
 
@@ -100,6 +102,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             limits = facts.limits(vllm_config, self._settings, self._rung)
             self.coordinator = Coordinator(limits, say=logger.info)
+            self._events = facts.events(vllm_config, self.coordinator)
             facts.warn(vllm_config, self._rung)
 
     @property
@@ -144,7 +147,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(connector_metadata, StepOrders):
             self._side().take_orders(connector_metadata.orders)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's
         """Wait a little where the step had nothing to compute, so that the loads get the CPU."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepOrders) and metadata.idle:
@@ -196,7 +199,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         adapter = "" if lora is None else self._adapters.of(lora.lora_path)
         refused = facts.refusal(request) if adapter is not None else "its LoRA cannot be read"
         self._coordinator().arrived(
-            request, tenant=request.cache_salt or "", adapter=adapter or "", refused=refused
+            request,
+            tenant=request.cache_salt or "",
+            adapter=adapter or "",
+            refused=refused,
+            asked=facts.asked(request, self._vllm_config),
         )
 
     def get_num_new_matched_tokens(
@@ -206,7 +213,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._coordinator().lookup(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+        self,
+        request: Request,
+        blocks: KVCacheBlocks,  # noqa: ARG002 - vLLM's
+        num_external_tokens: int,  # noqa: ARG002 - vLLM's
     ) -> None:
         """Begin the restore that was planned."""
         self._coordinator().admitted(request.request_id)
@@ -227,7 +237,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *over}
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store what is left of a request, and leave its restore; its blocks may be freed."""
         self._coordinator().finished(request.request_id)
@@ -253,7 +265,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM asks after every step that it has processed, and no other call tells of that.
         """
         self._coordinator().step_done()
-        return ()
+        return () if self._events is None else self._events.take()
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """Return the scheduler's counts since the last call; workers count in their reports."""

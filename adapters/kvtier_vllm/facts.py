@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from kvtier_vllm.asked import Asked, asked_of
 from kvtier_vllm.contract import Rung, missing
-from kvtier_vllm.lora import AdapterDigests
+from kvtier_vllm.events import KVEvents
 from kvtier_vllm.planning import Limits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from kvtier_vllm.coordinator import Coordinator
     from kvtier_vllm.settings import Settings
 
-__all__ = ["limits", "refusal", "warn"]
+__all__ = ["asked", "events", "limits", "refusal", "warn"]
 
 logger = init_logger("vllm.kvtier")
-
-_adapters = AdapterDigests()  # files, which are the same whoever asks
 
 
 def limits(vllm_config: VllmConfig, settings: Settings, rung: Rung) -> Limits:
@@ -51,10 +51,27 @@ def refusal(request: Request) -> str:
         "it is pooled": request.pooling_params is not None,
         "it skips reading the prefix cache": request.skip_reading_prefix_cache,
         "its input is streamed": request.resumable,
-        "its LoRA's files cannot be read": request.lora_request is not None
-        and not adapter(request),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def asked(request: Request, vllm_config: VllmConfig) -> Asked:
+    """Return what a client asks of kvtier for its request."""
+    longest = vllm_config.model_config.max_model_len
+    return asked_of(request.kv_transfer_params, tokens_max=longest)
+
+
+def events(vllm_config: VllmConfig, coordinator: Coordinator) -> KVEvents | None:
+    """Return whoever announces what is stored, where the engine publishes KV events."""
+    config = vllm_config.kv_events_config
+    if config is None or not config.enable_kv_cache_events:
+        return None
+    from kvtier_vllm.identity import block_tokens_of
+
+    page = vllm_config.cache_config.block_size
+    found = KVEvents(coordinator.stored_in, page_tokens=page, block_tokens=block_tokens_of(page))
+    coordinator.announce(found)
+    return found
 
 
 def warn(vllm_config: VllmConfig, rung: Rung) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvtier.planner import split_one_tier
+from kvtier_vllm.asked import NAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -67,9 +68,9 @@ def fraction_tokens(token_ids: Sequence[int], fraction: float, block_tokens: int
     return int(len(token_ids) // block_tokens * fraction) * block_tokens
 
 
-def head_params(token_ids: Sequence[int], head: int) -> dict[str, Any]:
+def head_params(token_ids: Sequence[int]) -> dict[str, Any]:
     """Return ``kv_transfer_params`` of the head's request: compute it, and fetch what follows."""
-    return {"kvtier": {"restore": False, "prefetch": {"token_ids": [*token_ids], "start": head}}}
+    return {NAME: {"restore": False, "prefetch": list(token_ids)}}
 
 
 def complete(send: Callable[[dict[str, Any]], T], body: Mapping[str, Any], head: int) -> T:
@@ -110,7 +111,7 @@ def generate(
     """
     if 0 < head < len(token_ids):
         ahead = _prompt(token_ids[:head], cache_salt)
-        llm.generate([ahead], _one_token(token_ids, head), use_tqdm=False, **both)
+        llm.generate([ahead], _one_token(token_ids), use_tqdm=False, **both)
     real = _prompt(token_ids, cache_salt)
     return llm.generate([real], sampling_params, use_tqdm=False, **both)[0]
 
@@ -131,7 +132,7 @@ async def agenerate(
     ``<request_id>-head``; ``both`` (a ``lora_request``) goes to both.
     """
     if 0 < head < len(token_ids):
-        ahead, one = _prompt(token_ids[:head], cache_salt), _one_token(token_ids, head)
+        ahead, one = _prompt(token_ids[:head], cache_salt), _one_token(token_ids)
         async for _ in engine.generate(ahead, one, f"{request_id}-head", **both):
             pass
     real = _prompt(token_ids, cache_salt)
@@ -150,7 +151,7 @@ def _head_body(body: Mapping[str, Any], head: int) -> dict[str, Any] | None:
         **kept,
         "prompt": list(prompt[:head]),
         "max_tokens": 1,
-        "kv_transfer_params": head_params(prompt, head),
+        "kv_transfer_params": head_params(prompt),
     }
 
 
@@ -159,8 +160,8 @@ def _prompt(token_ids: Sequence[int], cache_salt: str) -> dict[str, Any]:
     return {"prompt_token_ids": list(token_ids), **salt}
 
 
-def _one_token(token_ids: Sequence[int], head: int) -> Any:
+def _one_token(token_ids: Sequence[int]) -> Any:
     from vllm import SamplingParams
 
-    extra = {"kv_transfer_params": head_params(token_ids, head)}
+    extra = {"kv_transfer_params": head_params(token_ids)}
     return SamplingParams(max_tokens=1, detokenize=False, extra_args=extra)

@@ -10,9 +10,12 @@ import json
 import os
 import sys
 import time
-from typing import IO, Any, Final
+from pathlib import Path
+from typing import IO, Any, Final, Self
 
-__all__ = ["Engine", "answer_all", "main"]
+from kvtier_vllm.tally import PREFIX
+
+__all__ = ["Engine", "answer_all", "counts_of", "main"]
 
 IDLE_STEPS_MAX: Final = 100_000
 """Steps without requests that what is under way may take to end."""
@@ -47,18 +50,17 @@ class Engine:
             "blocks": self._pool.num_gpu_blocks,
         }
 
-    def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def serve(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Answer requests, all at once."""
-        names = [self._add(each) for each in requests]
-        served = {name: _Request() for name in names}
-        while any(not each.done for each in served.values()):
-            self._step(served)
+        with _Core() as core:
+            names = [self._add(each) for each in requests]
+            served = {name: _Request() for name in names}
+            while any(not each.done for each in served.values()):
+                self._step(served)
         self._settle()
-        return [served[name].to_json() for name in names]
+        return {"served": [served[name].to_json() for name in names], "held": core.held}
 
-    def meanwhile(
-        self, others: list[dict[str, Any]], request: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def meanwhile(self, others: list[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
         """Answer one request while others decode."""
         names = [self._add(each) for each in others]
         served = {name: _Request() for name in names}
@@ -66,13 +68,15 @@ class Engine:
             self._step(served)
         for each in served.values():
             each.restart()
-        mine = self._add(request)
-        served[mine] = _Request()
-        while not served[mine].tokens:
-            self._step(served)
+        with _Core() as core:
+            mine = self._add(request)
+            served[mine] = _Request()
+            while not served[mine].tokens:
+                self._step(served)
         self._llm.llm_engine.abort_request([*names, mine], internal=True)
         self._settle()
-        return [served[name].to_json() for name in (mine, *names)]
+        found = [served[name].to_json() for name in (mine, *names)]
+        return {"served": found, "held": core.held}
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
@@ -87,21 +91,7 @@ class Engine:
 
     def counts(self) -> dict[str, float]:
         """Return kvtier's metrics."""
-        from vllm.v1.metrics.reader import Counter, Gauge, Histogram
-
-        found: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            if not metric.name.startswith("vllm:kvtier_"):
-                continue
-            labels = [f'{k}="{v}"' for k, v in metric.labels.items() if k not in _VLLM_LABELS]
-            name = metric.name.removeprefix("vllm:kvtier_")
-            tail = "{" + ",".join(labels) + "}" if labels else ""
-            if isinstance(metric, Counter | Gauge):
-                found[name + tail] = metric.value
-            elif isinstance(metric, Histogram):
-                found[f"{name}_count{tail}"] = metric.count
-                found[f"{name}_sum{tail}"] = metric.sum
-        return found
+        return counts_of(self._llm)
 
     def stop(self) -> None:
         """End the engine: its store is flushed."""
@@ -154,6 +144,47 @@ class Engine:
 
 
 _VLLM_LABELS: Final = frozenset({"model_name", "engine"})
+
+
+class _Core:
+    """Tells how much of the time that this thread wanted its core it had it."""
+
+    held = 1.0
+
+    def __enter__(self) -> Self:
+        self._cpu_s, self._delay_s = time.thread_time(), _run_delay_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        cpu_s, delay_s = time.thread_time() - self._cpu_s, _run_delay_s() - self._delay_s
+        self.held = cpu_s / (cpu_s + delay_s) if cpu_s + delay_s else 1.0
+
+
+def _run_delay_s() -> float:
+    """Return how long this thread waited for a core so far; 0 if the kernel does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def counts_of(llm: Any) -> dict[str, float]:
+    """Return kvtier's metrics of an ``LLM``, as its endpoint would have them."""
+    from vllm.v1.metrics.reader import Counter, Histogram
+
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if not metric.name.startswith(PREFIX):
+            continue
+        labels = [f'{k}="{v}"' for k, v in metric.labels.items() if k not in _VLLM_LABELS]
+        name = metric.name.removeprefix(PREFIX)
+        tail = "{" + ",".join(labels) + "}" if labels else ""
+        if isinstance(metric, Counter):
+            found[name + tail] = metric.value
+        elif isinstance(metric, Histogram):
+            found[f"{name}_count{tail}"] = metric.count
+            found[f"{name}_sum{tail}"] = metric.sum
+    return found
 
 
 class _Request:

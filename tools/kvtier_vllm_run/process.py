@@ -107,6 +107,8 @@ class EngineProcess:
         command: Sequence[str] = ("-m", "kvtier_vllm_run.engine"),
         start_s_max: float = START_S_MAX,
     ) -> None:
+        self.held = 1.0
+        """The share of the last call's computing in which the engine's thread had a core."""
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(  # noqa: S603 - our own module, in the chosen Python
@@ -182,9 +184,11 @@ class EngineProcess:
         self._pump.join(STOP_S_MAX)
 
     def _served(self, what: str, timeout_s: float, **given: Any) -> list[Served]:
+        found = self._ask(what, timeout_s, given)
+        self.held = float(found["held"])
         return [
             Served(tuple(each["tokens"]), tuple(each["times_s"]), each["cached"])
-            for each in self._ask(what, timeout_s, given)
+            for each in found["served"]
         ]
 
     def _ask(self, what: str, timeout_s: float, given: Mapping[str, Any] | None = None) -> Any:

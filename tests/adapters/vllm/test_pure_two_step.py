@@ -73,10 +73,7 @@ def test_the_head_goes_first_and_the_real_request_is_untouched() -> None:
             "prompt": [0, 1, 2, 3],
             "max_tokens": 1,
             "kv_transfer_params": {
-                "kvtier": {
-                    "restore": False,
-                    "prefetch": {"token_ids": list(range(10)), "start": 4},
-                }
+                "kvtier": {"restore": False, "prefetch": list(range(10))},
             },
         },
         {**BODY, "cache_salt": "s"},
