@@ -147,7 +147,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(connector_metadata, StepOrders):
             self._side().take_orders(connector_metadata.orders)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's
         """Wait a little where the step had nothing to compute, so that the loads get the CPU."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepOrders) and metadata.idle:
@@ -213,7 +213,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._coordinator().lookup(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+        self,
+        request: Request,
+        blocks: KVCacheBlocks,  # noqa: ARG002 - vLLM's
+        num_external_tokens: int,  # noqa: ARG002 - vLLM's
     ) -> None:
         """Begin the restore that was planned."""
         self._coordinator().admitted(request.request_id)
@@ -234,7 +237,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *over}
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store what is left of a request, and leave its restore; its blocks may be freed."""
         self._coordinator().finished(request.request_id)

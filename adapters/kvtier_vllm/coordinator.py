@@ -12,48 +12,35 @@ does, in its order, and knows nothing of vLLM.
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import kvtier
-from kvtier import BlockKeys
 from kvtier_vllm.asked import NOTHING_ASKED, Asked
+from kvtier_vllm.counting import count_restore, count_sources, note_cached
+from kvtier_vllm.hints import Hints
 from kvtier_vllm.holds import Holds, Pages
-from kvtier_vllm.messages import Hint, Measured, Orders
+from kvtier_vllm.messages import Orders
 from kvtier_vllm.mirror import Mirror
 from kvtier_vllm.planning import Limits, plan_restore
-from kvtier_vllm.restores import Restore
+from kvtier_vllm.restores import Restores
 from kvtier_vllm.saves import Saves
 from kvtier_vllm.steps import Steps
 from kvtier_vllm.tally import Tally
+from kvtier_vllm.tracked import Tracked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from kvtier import CatalogChanges, KVSpec
+    from kvtier import BlockKeys, CatalogChanges, Tier
     from kvtier_vllm.messages import Hello, RankReport
+    from kvtier_vllm.restore import Restore
+    from kvtier_vllm.tracked import EngineRequest
 
-__all__ = ["DEFER_S_MAX", "HINTS_MAX", "Announcements", "Coordinator", "EngineRequest"]
+__all__ = ["DEFER_S_MAX", "Announcements", "Coordinator"]
 
 DEFER_S_MAX: Final = 60.0
 """A request waits so long for another one's restore to bring its blocks, then plans its own."""
-HINTS_MAX: Final = 64
-"""Waiting requests for which blocks are prefetched at once."""
-RESTORE: Final = "restore"
-
-
-class EngineRequest(Protocol):
-    """What is consumed of vLLM's request."""
-
-    request_id: str
-    num_computed_tokens: int
-    all_token_ids: Sequence[int]
-    prefill_stats: Any
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens: the prompt and what was accepted of the answer."""
+PLAN_KEPT_S_MAX: Final = 0.1
+"""A request for which there is no room keeps its plan so long, instead of a new one each step."""
 
 
 class Announcements(Protocol):
@@ -67,38 +54,6 @@ class Announcements(Protocol):
 
     def cleared(self) -> None:
         """Take in that nothing is stored any more."""
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request that has not finished."""
-
-    request: EngineRequest
-    tenant: str
-    adapter: str
-    refused: str
-    asked: Asked
-    admitted: bool = False
-    counted: bool = False
-    keys: BlockKeys | None = None
-    saved: int = 0
-    """Blocks before it are stored, on their way, or were given up."""
-    stale: bool = False
-    """Computed under weights that are not loaded any more: not to be stored."""
-    deferred_at: float | None = None
-    hint: int | None = None
-    planned: Restore | None = None
-    restore: Restore | None = None
-    local: int = 0
-    """Tokens that the engine held at admission."""
-
-
-@dataclass(slots=True)
-class _Ending:
-    restore: Restore
-    waiting: set[int]
-    owes: bool
-    """The engine keeps an aborted request's pages until it hears that the load is over."""
 
 
 class Coordinator:
@@ -122,15 +77,12 @@ class Coordinator:
             limits.ranks,
             dropped=lambda blocks: self.tally.add("save_blocks_dropped", blocks),
         )
+        self._restores = Restores(self._holds, limits.ranks)
+        self._hints = Hints()
         self._steps = Steps(clock)
-        self._requests: dict[str, _Tracked] = {}
-        self._ending: dict[int, _Ending] = {}
-        self._bringing: dict[bytes, Restore] = {}
-        self._numbers = 0
-        self._hints = 0
+        self._requests: dict[str, Tracked] = {}
+        self._arrivals: list[Tracked] = []
         self._resets = 0
-        self._ends: list[int] = []
-        self._unhints: list[int] = []
         self._received: list[str] = []
         self._spare: Callable[[], int] | None = None
         self._events: Announcements | None = None
@@ -153,7 +105,7 @@ class Coordinator:
         """Tell ``events`` from now on what may have changed; they ask ``stored_in``."""
         self._events = events
 
-    def stored_in(self, digest: bytes) -> tuple[kvtier.Tier, ...]:
+    def stored_in(self, digest: bytes) -> tuple[Tier, ...]:
         """Return the tier from which every rank could load a block; none if one lacks it."""
         (tier,) = self._mirror.tiers((digest,)) if self._mirror.ready else (None,)
         return () if tier is None else (tier,)
@@ -185,7 +137,9 @@ class Coordinator:
         asked: Asked = NOTHING_ASKED,
     ) -> None:
         """Follow a request; ``refused``: why it is neither restored nor saved."""
-        self._requests[request.request_id] = _Tracked(request, tenant, adapter, refused, asked)
+        tracked = Tracked(request, tenant, adapter, refused, asked)
+        self._requests[request.request_id] = tracked
+        self._arrivals.append(tracked)
 
     def lookup(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """Plan a request of which the engine holds ``local`` tokens.
@@ -195,28 +149,16 @@ class Coordinator:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.restore is not None or not tracked.asked.restore:
             return 0, False
-        tracked.planned = None
-        tracked.local = local
-        keys = self._keys(tracked) if self.limits.restore and not self._suspect else None
-        if keys is None:
-            return 0, False
         now = self._clock()
-        planned = plan_restore(
-            tracked.request,
-            keys,
-            local,
-            limits=self.limits,
-            mirror=self._mirror,
-            busy=self._others(tracked),
-            now=now,
-            cover_s=self._steps.cover_s,
-        )
-        self.tally.observe("lookup_seconds", self._clock() - now)
+        planned = tracked.planned
+        if planned is None or tracked.local != local or now - planned.begun > PLAN_KEPT_S_MAX:
+            tracked.local = local
+            planned = tracked.planned = self._plan(tracked, now)
         if planned is None:
             return 0, False
         if self._defers(tracked, planned, now):
+            tracked.planned = None
             return None, False
-        tracked.planned = planned
         return (planned.end - local, True) if planned.waits else (0, False)
 
     def admitted(self, request_id: str) -> None:
@@ -226,20 +168,13 @@ class Coordinator:
             return
         tracked.admitted = True
         if not tracked.asked.prefetch:
-            self._unhint(tracked)
+            self._hints.take_back(request_id)
         self._note(tracked)
         planned, tracked.planned = tracked.planned, None
-        if not tracked.counted:
-            self._count_sources(tracked, planned)
-        if planned is None or not self._give_pages(planned):
-            return
-        planned.start(self._numbers, self._holds.engine.of(request_id), self._pages_per_block)
-        self._numbers += 1
-        first_page = planned.first_loadable * self._pages_per_block
-        pages = self._holds.engine.of(request_id)[first_page : planned.end // self._page_tokens]
-        self._holds.take(RESTORE, planned.number, pages)
-        self._bringing.update(dict.fromkeys(planned.plan.hashes, planned))
-        tracked.restore = planned
+        count_sources(self.tally, tracked, planned, self._mirror)
+        if planned is not None and self._give_pages(planned):
+            self._restores.start(planned, self._pages_per_block)
+            tracked.restore = planned
 
     def preempted(self, request_id: str) -> None:
         """Leave a request's restore: its pages are taken from it, and it will be planned anew."""
@@ -247,6 +182,7 @@ class Coordinator:
         if tracked is None:
             return
         self._leave(tracked)
+        self._arrivals.append(tracked)  # it waits once more
         tracked.admitted = False
         tracked.saved = 0
         tracked.stale = False  # it will be computed anew, under the weights as they are
@@ -263,7 +199,7 @@ class Coordinator:
         self._save(tracked, done)
         # Only a plain load is always parked: the engine then keeps the pages until it is told.
         self._leave(tracked, owes=not self.limits.hybrid)
-        self._unhint(tracked)
+        self._hints.take_back(request_id)
         del self._requests[request_id]
 
     # -- one engine step
@@ -275,15 +211,11 @@ class Coordinator:
 
     def restores(self) -> Iterator[tuple[EngineRequest, Restore]]:
         """Yield requests that are being restored, by the costs as they are now."""
-        if not self._mirror.ready:
-            costs = None
-        else:
-            costs = self._mirror.costs if self._bringing else None
-        for tracked in list(self._requests.values()):
-            if tracked.restore is not None:
-                if costs is not None:
-                    tracked.restore.recosted(costs)
-                yield tracked.request, tracked.restore
+        costs = self._mirror.costs if self._restores and self._mirror.ready else None
+        for restore in self._restores:
+            if costs is not None:
+                restore.recosted(costs)
+            yield self._requests[restore.request_id].request, restore
 
     def over(self, request_id: str) -> None:
         """End a restore of which everything is in place."""
@@ -291,15 +223,10 @@ class Coordinator:
         restore = tracked.restore
         if restore is None:
             return
-        spent = self._clock() - restore.begun
-        way = "hybrid" if restore.loaded and restore.plan.recompute else "load"
-        self.tally.add(f"restores_{way if restore.loaded else 'recompute'}")
-        self.tally.observe("restore_seconds", spent)
-        if restore.plan.predicted.planned > 0:
-            ratio = spent / restore.plan.predicted.planned
-            self.tally.observe("restore_predicted_ratio", ratio)
-        self._note_cached(tracked, restore)
-        self._end(tracked, owes=False)
+        count_restore(self.tally, restore, self._clock() - restore.begun)
+        note_cached(tracked, restore)
+        tracked.restore = None
+        self._restores.end(restore)
 
     def cap(self, request_id: str) -> int | None:
         """Return the token that a request's prefill must not pass; None if there is none."""
@@ -318,22 +245,14 @@ class Coordinator:
         chunks = []
         for request_id, tokens in scheduled.items():
             tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
-            request = tracked.request
-            start = request.num_computed_tokens
-            self._save(tracked, min(start + tokens, request.num_tokens))
-            chunks.append((start, tokens))
-        loads, cancels = [], []
-        for tracked in self._requests.values():
-            if tracked.restore is not None:
-                begun, stopped = tracked.restore.take_orders()
-                loads += begun
-                cancels += stopped
-        self._steps.began(chunks, loading=bool(self._bringing))
-        ends, self._ends = tuple(self._ends), []
-        hints = tuple(self._hint_waiting())
-        unhints, self._unhints = tuple(self._unhints), []
+            if tracked is not None:
+                start, known = tracked.request.num_computed_tokens, tracked.request.num_tokens
+                self._save(tracked, min(start + tokens, known))
+                chunks.append((start, tokens))
+        self._steps.began(chunks, loading=bool(self._restores))
+        self._hint_waiting()
+        loads, cancels, ends = self._restores.orders()
+        hints, unhints = self._hints.orders()
         return Orders(
             loads=tuple(loads),
             cancels=tuple(cancels),
@@ -347,7 +266,6 @@ class Coordinator:
 
     def report(self, rank: int, report: RankReport) -> None:
         """Take what a rank says has happened."""
-        now = self._clock()
         if report.hello is not None:
             self.hello(report.hello)
         if report.stale and self._mirror.ready:
@@ -358,20 +276,14 @@ class Coordinator:
         if report.costs is not None:
             self._mirror.recosted(rank, report.costs)
         self.tally.rank(rank, report.stats)
-        active = {t.restore.number: t.restore for t in self._requests.values() if t.restore}
-        answers = [(each, True) for each in report.landed] + [(e, False) for e in report.failed]
-        for (number, block), landed in answers:
-            if (restore := active.get(number)) is not None:
-                restore.answered(rank, block, now, landed=landed)
         self.tally.add("load_failures", len(report.failed))
-        for number in report.ended:
-            self._ended(rank, number)
+        self._restores.report(rank, report, self._clock())
         for number in report.released:
             self.tally.add("save_blocks_released", self._saves.released(rank, number))
 
     def step_done(self) -> None:
         """Note that the output of the oldest step that is out has been processed."""
-        self._steps.ended(loading=bool(self._bringing))
+        self._steps.ended(loading=bool(self._restores))
 
     def received(self) -> list[str]:
         """Return the requests that a plain load kept, and that may go on.
@@ -382,19 +294,19 @@ class Coordinator:
             for request, restore in self.restores():
                 self._settle_plain(request, restore)
         received, self._received = self._received, []
-        return received
+        return received + self._restores.take_owed()
 
     @property
     def expects_answers(self) -> bool:
         """Whether ranks have something to do or to answer."""
         return bool(
-            self._saves or self._ending or self._ends or self._unhints or not self._mirror.heard
+            self._saves or self._restores.ending or self._hints.waits or not self._mirror.heard
         )
 
     @property
     def frees_pages(self) -> bool:
         """Whether pages that the engine lacks are only kept until ranks have answered."""
-        return bool(self._saves or self._ending) and self._holds.any_unshared
+        return bool(self._saves or self._restores.ending) and self._holds.any_unshared
 
     # -- resets
 
@@ -422,7 +334,7 @@ class Coordinator:
         return self._holds.lent()
 
     def _weights_changed(self) -> None:
-        """What was computed under other weights must not be stored under these."""
+        """Keep what was computed under other weights from being stored under these."""
         for tracked in self._requests.values():
             tracked.keys = tracked.planned = None
             tracked.stale = tracked.request.num_computed_tokens > 0
@@ -445,33 +357,42 @@ class Coordinator:
     def _pages_per_block(self) -> int:
         return self._mirror.spec.block_tokens // self.limits.page_tokens
 
-    def _keys(self, tracked: _Tracked) -> BlockKeys | None:
-        """Return the keys of all known tokens; None where nothing may be looked up or stored."""
+    def _keys(self, tracked: Tracked) -> BlockKeys | None:
+        """Return the keys of all known tokens; None where nothing may be looked up."""
         if tracked.refused or not self._mirror.ready:
             return None
-        spec: KVSpec = self._mirror.spec
-        known, request = tracked.keys, tracked.request
-        if known is None:
-            tokens = list(request.all_token_ids)
-            known = BlockKeys.of(spec, tokens, tenant=tracked.tenant, adapter=tracked.adapter)
-        elif request.num_tokens - known.num_tokens >= spec.block_tokens:
-            known = known.extend(list(request.all_token_ids[known.num_tokens :]))
-        tracked.keys = known
-        return known
+        return tracked.known_keys(self._mirror.spec)
 
-    def _others(self, tracked: _Tracked) -> int:
+    def _plan(self, tracked: Tracked, now: float) -> Restore | None:
+        keys = self._keys(tracked) if self.limits.restore and not self._suspect else None
+        if keys is None:
+            return None
+        planned = plan_restore(
+            tracked.request,
+            keys,
+            tracked.local,
+            limits=self.limits,
+            mirror=self._mirror,
+            busy=self._others(tracked),
+            now=now,
+            cover_s=self._steps.cover_s,
+        )
+        self.tally.observe("lookup_seconds", self._clock() - now)
+        return planned
+
+    def _others(self, tracked: Tracked) -> int:
         """Return how many other requests a second of compute delays."""
         return sum(
             other is not tracked and (other.restore is None or not other.restore.waits)
             for other in self._requests.values()
         )
 
-    def _defers(self, tracked: _Tracked, planned: Restore, now: float) -> bool:
+    def _defers(self, tracked: Tracked, planned: Restore, now: float) -> bool:
         """Whether another restore is bringing blocks that this one would load."""
         hashes = planned.plan.hashes
-        brought = ((block, self._bringing.get(hashes[block])) for block in planned.plan.load)
-        comes = any(other is not None and other.front <= block for block, other in brought)
-        if not comes or not self.limits.prefix_caching:
+        if not self.limits.prefix_caching or not any(
+            self._restores.bring(hashes[block], block) for block in planned.plan.load
+        ):
             return False
         if tracked.deferred_at is None:
             tracked.deferred_at = now
@@ -488,62 +409,29 @@ class Coordinator:
             return False
         return engine.extend(planned.request_id, planned.end)
 
-    def _save(self, tracked: _Tracked, done: int) -> None:
+    def _save(self, tracked: Tracked, done: int) -> None:
         """Order saves of a request's blocks that are full at ``done`` tokens and not stored."""
-        if not self.limits.save or tracked.stale or self._suspect:
+        if not self.limits.save or tracked.stale or self._suspect or tracked.refused:
             return
-        spec_known = self._mirror.ready and not tracked.refused
-        if not spec_known or done // self._mirror.spec.block_tokens <= tracked.saved:
+        if not self._mirror.ready or done // self._mirror.spec.block_tokens <= tracked.saved:
             return
-        keys = self._keys(tracked)
-        if keys is None:
-            return
-        stop = min(done // keys.block_tokens, len(keys))
-        start, tracked.saved = tracked.saved, max(stop, tracked.saved)
-        tiers = self._mirror.tiers(keys.hashes[start:stop])
-        wanted = [
-            block
-            for block, tier in zip(range(start, stop), tiers, strict=True)
-            if tier is None and not self._saves.under_way(keys.hashes[block])
-        ]
-        per_block = self._pages_per_block
-        pages = self._holds.engine.of(tracked.request.request_id)
-        for first, last in _runs(wanted):
-            if not self._saves.room((last - first) * per_block):
-                tracked.saved = first  # again with the next step
-                return
-            mine = pages[first * per_block : last * per_block]
-            self._saves.order(_confirmed(keys, last), first, last, mine)
+        keys = tracked.known_keys(self._mirror.spec)
+        blocks = range(tracked.saved, min(done // keys.block_tokens, len(keys)))
+        tracked.saved = self._saves.order_missing(
+            keys,
+            blocks,
+            self._mirror.tiers(keys.hashes[blocks.start : blocks.stop]),
+            self._holds.engine.of(tracked.request.request_id),
+            self._pages_per_block,
+        )
         if self._events is not None:
-            self._events.note(tracked.request, keys.hashes, range(start, stop))
+            self._events.note(tracked.request, keys.hashes, blocks)
 
-    def _leave(self, tracked: _Tracked, *, owes: bool = False) -> None:
-        tracked.planned = None
-        if tracked.restore is not None:
+    def _leave(self, tracked: Tracked, *, owes: bool = False) -> None:
+        restore, tracked.restore, tracked.planned = tracked.restore, None, None
+        if restore is not None:
             self.tally.add("restores_left")
-            self._end(tracked, owes=owes)
-
-    def _end(self, tracked: _Tracked, *, owes: bool) -> None:
-        restore, tracked.restore = tracked.restore, None
-        if restore is None:
-            return
-        for digest in restore.plan.hashes:
-            if self._bringing.get(digest) is restore:
-                del self._bringing[digest]
-        ranks = set(range(self.limits.ranks))
-        self._ending[restore.number] = _Ending(restore, ranks, owes)
-        self._ends.append(restore.number)
-
-    def _ended(self, rank: int, number: int) -> None:
-        ending = self._ending.get(number)
-        if ending is None:
-            return
-        ending.waiting.discard(rank)
-        if not ending.waiting:
-            del self._ending[number]
-            self._holds.drop(RESTORE, number)
-            if ending.owes:
-                self._received.append(ending.restore.request_id)
+            self._restores.end(restore, owes=owes)
 
     def _settle_plain(self, request: EngineRequest, restore: Restore) -> None:
         """Let a request go on once its plain load is over, as far as that came."""
@@ -560,88 +448,26 @@ class Coordinator:
         self._received.append(request.request_id)
         self.over(request.request_id)
 
-    def _hint_waiting(self) -> Iterator[Hint]:
-        room = HINTS_MAX - sum(each.hint is not None for each in self._requests.values())
-        for tracked in self._requests.values():
-            if room <= 0:
+    def _hint_waiting(self) -> None:
+        """Have what is stored of waiting requests promoted; each is looked at once."""
+        waiting, self._arrivals = self._arrivals, []
+        for index, tracked in enumerate(waiting):
+            if self._hints.full:
+                self._arrivals = waiting[index:]
                 return
-            waits = not tracked.admitted or tracked.asked.prefetch
-            if not waits or tracked.hint is not None or not self.limits.restore:
-                continue
-            keys = self._wanted(tracked)
-            if keys is None or kvtier.Tier.SSD not in self._mirror.tiers(keys.hashes):
-                continue
-            tracked.hint, room = self._hints, room - 1
-            self._hints += 1
-            yield Hint(tracked.hint, _confirmed(keys, len(keys)))
-
-    def _wanted(self, tracked: _Tracked) -> BlockKeys | None:
-        """Return the keys of what is to be prefetched for a request."""
-        keys = self._keys(tracked)
-        if keys is None or not tracked.asked.prefetch:
-            return keys
-        return BlockKeys.of(
-            self._mirror.spec,
-            tracked.asked.prefetch,
-            tenant=tracked.tenant,
-            adapter=tracked.adapter,
-        )
-
-    def _unhint(self, tracked: _Tracked) -> None:
-        if tracked.hint is not None:
-            self._unhints.append(tracked.hint)
-            tracked.hint = None
+            request_id, wanted = tracked.request.request_id, tracked.asked.prefetch
+            waits = self._requests.get(request_id) is tracked and (wanted or not tracked.admitted)
+            keys = self._keys(tracked) if waits and self.limits.restore else None
+            if keys is not None and wanted:
+                keys = tracked.keys_of(self._mirror.spec, wanted)
+            if keys is not None:
+                self._hints.give(request_id, keys, self._mirror)
 
     def _moved(self, changes: CatalogChanges) -> None:
         if self._events is not None:
             self._events.moved([digest for _, digest, _ in changes.blocks])
 
-    def _note(self, tracked: _Tracked) -> None:
+    def _note(self, tracked: Tracked) -> None:
         """Let blocks that were stored before be announced, now that a request names them."""
         if self._events is not None and tracked.keys is not None:
             self._events.note(tracked.request, tracked.keys.hashes, range(len(tracked.keys)))
-
-    def _count_sources(self, tracked: _Tracked, planned: Restore | None) -> None:
-        keys = tracked.keys
-        if keys is None:
-            return
-        tracked.counted = True
-        local = tracked.local // keys.block_tokens
-        tiers = self._mirror.tiers(keys.hashes)
-        load = set() if planned is None else set(planned.plan.load)
-        self.tally.add("prompt_blocks_local", local)
-        for block in range(local, len(keys)):
-            tier = tiers[block]
-            source = "missing" if tier is None else str(tier) if block in load else "recomputed"
-            self.tally.add(f"prompt_blocks_{source}")
-
-    def _note_cached(self, tracked: _Tracked, restore: Restore) -> None:
-        stats = tracked.request.prefill_stats
-        if stats is not None and stats.num_prompt_tokens:
-            external = restore.loaded * restore.plan.block_tokens
-            stats.set(
-                num_prompt_tokens=stats.num_prompt_tokens,
-                num_local_cached_tokens=tracked.local,
-                num_external_cached_tokens=min(external, stats.num_prompt_tokens - tracked.local),
-            )
-
-
-def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the runs of consecutive blocks as (first, last + 1)."""
-    start = 0
-    for index in range(1, len(blocks) + 1):
-        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
-            yield blocks[start], blocks[index - 1] + 1
-            start = index
-
-
-def _confirmed(keys: BlockKeys, blocks: int) -> BlockKeys:
-    """Return the keys of the first blocks alone, without the tokens of an unfinished one."""
-    return BlockKeys(
-        keys.namespace,
-        keys.block_tokens,
-        keys.root,
-        keys.tenant_digest,
-        keys.hashes[:blocks],
-        b"",
-    )

@@ -101,8 +101,6 @@ def _refusals(
     draft = vllm_config.speculative_config
     method = draft.method if draft is not None else None
     yield method not in DRAFTS_WITHOUT_KV, f"speculation by {method!r}, a model with KV of its own"
-    if "dynamic" in str(_rope_type(vllm_config)):
-        yield True, "rope whose frequencies depend on the prompt's length"
 
 
 class VllmEngine:
@@ -282,24 +280,22 @@ def _label(
     return re.sub(r"[^a-z0-9._-]", "_", "-".join(word for word in words if word).lower())[:64]
 
 
-def _text_config(vllm_config: VllmConfig) -> Any:
-    return vllm_config.model_config.hf_text_config
-
-
-def _rope_type(vllm_config: VllmConfig) -> Any:
-    parameters = getattr(_text_config(vllm_config), "rope_parameters", None) or {}
-    return parameters.get("rope_type")
-
-
 def _rope(vllm_config: VllmConfig) -> tuple[tuple[str, Any], ...]:
     """Return the rope parameters as flat (name, scalar) pairs."""
-    config = _text_config(vllm_config)
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters:  # transformers 5 has everything in it
-        return tuple(_flat("", parameters))
-    names = ("rope_scaling", "rope_theta", "partial_rotary_factor")
-    found = {name: getattr(config, name, None) for name in names}
-    return tuple(_flat("", {name: value for name, value in found.items() if value is not None}))
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    found = getattr(config, "rope_parameters", None)  # transformers 5 has everything in it
+    if not found:
+        names = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+        found = {name: getattr(config, name, None) for name in names}
+    pairs = list(_flat("", {name: value for name, value in found.items() if value is not None}))
+    if found.get("rope_type") == "longrope":
+        # vLLM takes the long factors for every position once the longest prompt may need them.
+        limit = found.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", 0
+        )
+        pairs.append(("long factors", model.max_model_len > limit))
+    return tuple(pairs)
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

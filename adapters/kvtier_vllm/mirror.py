@@ -108,7 +108,7 @@ class Mirror:
         costs = [rank.costs for rank in self._ranks.values()]
         nbytes = self.block_bytes
         slowest = {
-            tier: max(costs, key=lambda each: each.load_seconds(tier, nbytes)).link(tier)  # noqa: B023
+            tier: max(costs, key=lambda each: each.load_seconds(tier, nbytes)).link(tier)
             for tier in _SPEED
         }
         compute = max(costs, key=lambda each: each.compute.seconds(0, self.spec.block_tokens))

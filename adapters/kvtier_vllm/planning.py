@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import kvtier
-from kvtier import BlockKeys, Residency
-from kvtier_vllm.restores import Restore
+from kvtier import Residency
+from kvtier_vllm.restore import Restore
+from kvtier_vllm.tracked import confirmed
 
 if TYPE_CHECKING:
     from typing import Protocol
 
+    from kvtier import BlockKeys
     from kvtier_vllm.mirror import Mirror
 
     class Prompt(Protocol):
@@ -79,13 +81,11 @@ def plan_restore(
         tiers[resident] = None
     if not limits.hybrid:
         tiers = _contiguous(tiers, resident)
-    while tiers and (len(tiers) <= resident or tiers[-1] is None):
-        if len(tiers) <= resident:
-            return None
+    while len(tiers) > resident and tiers[-1] is None:
         tiers.pop()
-    if not tiers:
+    if len(tiers) <= resident:
         return None
-    residency = Residency(_first(keys, len(tiers)), tuple(tiers), mirror.block_bytes)
+    residency = Residency(confirmed(keys, len(tiers)), tuple(tiers), mirror.block_bytes)
     plan = kvtier.plan(
         residency,
         mirror.costs,
@@ -107,14 +107,3 @@ def plan_restore(
 def _contiguous(tiers: list[kvtier.Tier | None], resident: int) -> list[kvtier.Tier | None]:
     missing = (block for block in range(resident, len(tiers)) if tiers[block] is None)
     return tiers[: next(missing, len(tiers))]
-
-
-def _first(keys: BlockKeys, blocks: int) -> BlockKeys:
-    return BlockKeys(
-        keys.namespace,
-        keys.block_tokens,
-        keys.root,
-        keys.tenant_digest,
-        keys.hashes[:blocks],
-        b"",
-    )

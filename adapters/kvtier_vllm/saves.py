@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier_vllm.messages import Save
+from kvtier_vllm.tracked import confirmed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier import BlockKeys
+    from kvtier import BlockKeys, Tier
     from kvtier_vllm.holds import Holds
 
 __all__ = ["SAVE_PAGES_SHARE_MAX", "Saves"]
@@ -35,14 +36,30 @@ class Saves:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def under_way(self, digest: bytes) -> bool:
-        """Whether the block is on its way already."""
-        return digest in self._under_way
+    def order_missing(
+        self,
+        keys: BlockKeys,
+        blocks: range,
+        tiers: Sequence[Tier | None],
+        pages: Sequence[int],
+        pages_per_block: int,
+    ) -> int:
+        """Save those of ``blocks`` that are in no tier and not on their way.
 
-    def room(self, pages: int) -> bool:
-        """Whether so many more pages may be held; however few there are, one save may be."""
-        limit = self._holds.engine.count * SAVE_PAGES_SHARE_MAX
-        return not self._waiting or self._holds.pages(SAVE) + pages <= limit
+        ``pages``: the request's, from its first token on. Returns the block before which nothing is
+        left to do, which is not the last one while too many pages are held.
+        """
+        wanted = [
+            block
+            for block, tier in zip(blocks, tiers, strict=True)
+            if tier is None and keys.hashes[block] not in self._under_way
+        ]
+        for start, stop in _runs(wanted):
+            if not self._room((stop - start) * pages_per_block):
+                return start
+            mine = pages[start * pages_per_block : stop * pages_per_block]
+            self.order(confirmed(keys, stop), start, stop, mine)
+        return blocks.stop
 
     def order(self, keys: BlockKeys, start: int, stop: int, pages: Sequence[int]) -> None:
         """Save blocks [start, stop), which this step or an earlier one computes."""
@@ -72,9 +89,23 @@ class Saves:
         for save in self.take():
             self._dropped(self._end(save.save))
 
+    def _room(self, pages: int) -> bool:
+        """Whether so many more pages may be held; however few there are, one save may be."""
+        limit = self._holds.engine.count * SAVE_PAGES_SHARE_MAX
+        return not self._waiting or self._holds.pages(SAVE) + pages <= limit
+
     def _end(self, number: int) -> int:
         del self._waiting[number]
         hashes = self._hashes.pop(number)
         self._under_way.difference_update(hashes)
         self._holds.drop(SAVE, number)
         return len(hashes)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of consecutive blocks as (first, last + 1)."""
+    start = 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            yield blocks[start], blocks[index - 1] + 1
+            start = index

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler as _Steps
     from vllm.v1.request import Request
 
     from kvtier_vllm.coordinator import Coordinator
+else:
+    _Steps = object  # the overrides are mixed into either of vLLM's schedulers
 
 __all__ = ["HybridAsyncScheduler", "HybridScheduler", "HybridSteps"]
 
 
-class HybridSteps:
+class HybridSteps(_Steps):
     """The overrides; in front of one of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +74,9 @@ class HybridSteps:
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """End a prefill chunk where the restore's step ends: the last of all clips."""
-        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
         cap = self._tiers.cap(request.request_id)
         return tokens if cap is None else min(tokens, max(cap - num_computed_tokens, 0))
 
@@ -79,7 +84,8 @@ class HybridSteps:
         """Look for no hit where a restore resumes at the first token: it has its pages already."""
         if self._tiers.restoring(request.request_id) is not None:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
-        return super()._get_local_prefix_cache_hit(request)
+        found: tuple[KVCacheBlocks, int, int, bool] = super()._get_local_prefix_cache_hit(request)
+        return found
 
     def _preempt_request(
         self,
@@ -101,7 +107,8 @@ class HybridSteps:
         self.finished_recving_kv_req_ids.update(
             request_id for request_id in ids if self._is_parked(request_id)
         )
-        return super().finish_requests(ids, finished_status)
+        finished: list[Request] = super().finish_requests(ids, finished_status)
+        return finished
 
     def reset_prefix_cache(
         self,
@@ -125,11 +132,9 @@ class HybridSteps:
 
     def _is_parked(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
-        return (
-            request is not None
-            and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            and self._tiers.restoring(request_id) is not None
-        )
+        if request is None or self._tiers.restoring(request_id) is None:
+            return False
+        return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def _park(self, request: Request) -> None:
         self.running.remove(request)
@@ -141,7 +146,7 @@ class HybridSteps:
 
     @staticmethod
     def _may_leave(request: Request) -> bool:
-        return request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+        return bool(request.status != RequestStatus.WAITING_FOR_STREAMING_REQ)
 
     def _preempt_waiting(self, request: Request) -> None:
         """Take its pages from a request that is parked, or was until now."""

@@ -65,8 +65,7 @@ class EnginePages:
                 raise SpecMismatch(
                     f"{name}: pages of {rows.shape[1]} {rows.dtype}, {values} {layout.dtype} wanted"
                 )
-        carrier = CARRIER[layout.itemsize]
-        runs = [run.view(carrier) for run in _runs(self.rows)]
+        runs = [_wide(run.view(CARRIER[layout.itemsize])) for run in _runs(self.rows)]
         self.lane = lane or (None if self.device.type == "cpu" else GpuLane())
         self.runs = [run.numpy() for run in runs] if self.lane is None else runs
         """Layers that lie at equal distances, as one [layers, pages, values]."""
@@ -85,9 +84,11 @@ class GpuLane(threading.local):
         """Queue on this thread's stream; what was queued is done when the scope ends."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            yield self._stream
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield self._stream
+        finally:
+            self._stream.synchronize()
 
     def stage(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return this thread's staging bytes, at least so many."""
@@ -159,14 +160,13 @@ class PagedSlots:
 
     def _pieces(self, pages: Sequence[int], payload: memoryview) -> Iterator[tuple[Any, Any]]:
         """Yield each run of layers with its stretch of a payload, [layers, pages, values]."""
-        whole = np.frombuffer(payload, dtype=f"i{self.layout.itemsize}")
-        if self.layout.itemsize == 1:
-            whole = whole.view(np.uint8)
+        whole = np.frombuffer(payload, np.uint8)
         start = 0
         for run in self._pages.runs:
             shape = (run.shape[0], len(pages), run.shape[2])
-            stop = start + int(np.prod(shape))
-            yield run, whole[start:stop].reshape(shape)
+            stop = start + int(np.prod(shape)) * run.itemsize
+            dtype = np.uint8 if run.itemsize == 1 else f"i{run.itemsize}"  # torch's carriers
+            yield run, whole[start:stop].view(dtype).reshape(shape)
             start = stop
 
     # -- on a GPU: gather a few layers, move them in one run, and so on
@@ -249,6 +249,14 @@ def _runs(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         )
         for first, count, step in runs
     ]
+
+
+def _wide(run: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes as values of 8 bytes if they are whole ones: fewer to be moved."""
+    whole = 8 // run.itemsize
+    if any(size % whole for size in (run.shape[2], *run.stride()[:2], run.storage_offset())):
+        return run
+    return run.view(CARRIER[8])
 
 
 def _steps(pages: Sequence[int]) -> Iterator[tuple[int, int, slice]]:

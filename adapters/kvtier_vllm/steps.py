@@ -44,8 +44,9 @@ class Steps:
         self._out.append(_Out(learnable(chunks), self._clock(), loading))
 
     def ended(self, *, loading: bool) -> None:
-        """Note the end of the oldest step that is out; a pipelined one began when that before it
-        ended.
+        """Note the end of the oldest step that is out.
+
+        A pipelined one began when the one before it ended.
         """
         if not self._out:
             return

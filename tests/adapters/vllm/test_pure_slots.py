@@ -160,7 +160,7 @@ def test_stretches_cover_the_pages(pages: list[int]) -> None:
 def test_layers_of_one_memory_are_one_run() -> None:
     """Layers of one allocation are copied as one array; those of several are not mixed up."""
     together = EnginePages(spec_of().block_layout, engine_tensors("lbhnc"), PAGES)
-    assert [run.shape for run in together.runs] == [(LAYERS, PAGES, 48)]
+    assert [run.shape for run in together.runs] == [(LAYERS, PAGES, 24)]
     apart = {name: tensor.clone() for name, tensor in engine_tensors("lbhnc").items()}
     slots = PagedSlots(EnginePages(spec_of().block_layout, apart, PAGES))
     assert len(EnginePages(spec_of().block_layout, apart, PAGES).runs) == LAYERS

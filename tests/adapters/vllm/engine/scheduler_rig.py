@@ -406,7 +406,7 @@ class Rig:
         held = [b.block_id for b in self.pool.blocks if b.ref_cnt and not b.is_null]
         assert not held, f"pages {held} are not given back"
         assert not self.coordinator._holds._held
-        assert not self.coordinator._bringing
+        assert not self.coordinator._restores
         assert not any(rank.loads or rank.puts for rank in self.ranks)
 
     def tokens_of(self, name: str) -> list[int]:
