@@ -219,6 +219,7 @@ def engine(
         "block_size": 32,
         "max_num_seqs": 8,
         "max_num_batched_tokens": BLOCK,
+        "num_gpu_blocks_override": 512,  # 16,384 tokens: less memory to clear at each start
         "disable_log_stats": False,
         "skip_tokenizer_init": True,
         "seed": 0,
@@ -254,19 +255,19 @@ def scatter(
             store.put(keys, source=slots, blocks=range(block, block + 1)).result(timeout=30)
 
 
-def equal_link(path: Path | str, *, share: float = 1.0) -> dict[str, float]:
-    """Return a link over which a block loads as long as it took to compute, or ``share`` of that.
+def equal_link(path: Path | str, *, ranks: int = 1) -> dict[str, float]:
+    """Return a link over which a block loads as long as it took the engine to compute.
 
-    The store in path is closed, and of one rank; an engine that filled it taught it the cost.
+    The store in path is closed; the engine that filled it taught it the cost.
     """
     import kvtier
 
-    folder = Path(path, "rank-0-of-1")
+    folder = Path(path, f"rank-0-of-{ranks}")
     (file,) = folder.glob("specs/*.msgpack")
     spec = kvtier.KVSpec.from_bytes(file.read_bytes())
     with kvtier.open_reader(folder, spec) as reader:
         compute_s = reader.costs.compute.seconds(0, BLOCK)
-    return {"bytes_per_s": spec.block_layout.block_bytes / (compute_s * share), "latency_s": 0.0}
+    return {"bytes_per_s": spec.block_layout.block_bytes / compute_s, "latency_s": 0.0}
 
 
 def damage(path: Path | str, tokens: Sequence[int], block: int) -> None:

@@ -16,33 +16,24 @@ if TYPE_CHECKING:
 HYBRID = "kvtier_vllm.scheduler.HybridScheduler"
 
 
-def test_three_ranks_restore_one_prompt(tiny: Path, expected: Expected, tmp_path: Path) -> None:
-    """Each of three ranks stores and restores its share; the answers are one rank's."""
-    prompts = [prompt(seed, 1300) for seed in (1, 2)]
-    kv = transfer(tmp_path)
-    with Remote(tiny, kv, scheduler=HYBRID, tensor_parallel_size=3) as ranks:
+def test_three_ranks_restore_alike(tiny: Path, expected: Expected, tmp_path: Path) -> None:
+    """Each of three ranks stores and restores its share, and all split a restore alike."""
+    prompts = [prompt(seed, 1300) for seed in range(1, 5)]
+    right = [expected[tuple(tokens)] for tokens in prompts]
+    with Remote(tiny, transfer(tmp_path), scheduler=HYBRID, tensor_parallel_size=3) as ranks:
         first = ranks.run(*prompts, answer=8)
         ranks.forget()
         again = ranks.run(*prompts, answer=8)
-    for answers in (first, again):
-        assert [one.tokens for one in answers] == [expected[tuple(tokens)] for tokens in prompts]
-    assert [one.cached for one in first] == [0, 0]
-    assert [one.cached for one in again] == [5 * BLOCK] * 2
+    assert [one.tokens for one in first] == [one.tokens for one in again] == right
+    assert [one.cached for one in first] == [0] * 4
+    assert [one.cached for one in again] == [5 * BLOCK] * 4
     assert stored(tmp_path, prompts[0], ranks=3) == [0, 1, 2, 3, 4]
 
-
-def test_three_ranks_split_a_restore_alike(tiny: Path, expected: Expected, tmp_path: Path) -> None:
-    """Over a slow link all ranks compute the same heads and load the same tails."""
-    prompts = [prompt(seed, 1300) for seed in range(1, 5)]
-    with engine(tiny, transfer(tmp_path / "one"), scheduler=HYBRID) as llm:
-        llm.run(*prompts)  # to know how long a block takes
-    link = equal_link(tmp_path / "one", share=1 / 3)  # a rank loads a third of a block's bytes
-    kv = transfer(tmp_path / "three", links={"ssd": link, "host": link})
+    link = equal_link(tmp_path, ranks=3)
+    kv = transfer(tmp_path, links={"ssd": link, "host": link})
     with Remote(tiny, kv, scheduler=HYBRID, tensor_parallel_size=3) as ranks:
-        ranks.run(*prompts)
-        ranks.forget()
         answers = [ranks.run(tokens, answer=8)[0] for tokens in prompts]
-    assert [one.tokens for one in answers] == [expected[tuple(tokens)] for tokens in prompts]
+    assert [one.tokens for one in answers] == right
     assert any(0 < one.cached < 5 * BLOCK for one in answers)
 
 
