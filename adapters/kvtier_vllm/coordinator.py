@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtier_vllm.asked import NOTHING_ASKED, Asked
-from kvtier_vllm.counting import count_restore, count_sources, note_cached
+from kvtier_vllm.counting import count_blocks, count_restore, count_sources, note_cached
 from kvtier_vllm.hints import Hints
 from kvtier_vllm.holds import Holds, Pages
 from kvtier_vllm.messages import Orders
@@ -276,7 +276,6 @@ class Coordinator:
         if report.costs is not None:
             self._mirror.recosted(rank, report.costs)
         self.tally.rank(rank, report.stats)
-        self.tally.add("load_failures", len(report.failed))
         self._restores.report(rank, report, self._clock())
         for number in report.released:
             self.tally.add("save_blocks_released", self._saves.released(rank, number))
@@ -431,6 +430,7 @@ class Coordinator:
         restore, tracked.restore, tracked.planned = tracked.restore, None, None
         if restore is not None:
             self.tally.add("restores_left")
+            count_blocks(self.tally, restore)
             self._restores.end(restore, owes=owes)
 
     def _settle_plain(self, request: EngineRequest, restore: Restore) -> None:

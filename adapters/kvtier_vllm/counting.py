@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvtier_vllm.tally import Tally
     from kvtier_vllm.tracked import Tracked
 
-__all__ = ["count_restore", "count_sources", "note_cached"]
+__all__ = ["count_blocks", "count_restore", "count_sources", "note_cached"]
 
 
 def count_sources(tally: Tally, tracked: Tracked, planned: Restore | None, mirror: Mirror) -> None:
@@ -31,9 +31,19 @@ def count_restore(tally: Tally, restore: Restore, seconds: float) -> None:
     """Count a restore of which everything is in place."""
     way = "hybrid" if restore.loaded and restore.plan.recompute else "load"
     tally.add(f"restores_{way if restore.loaded else 'recompute'}")
+    count_blocks(tally, restore)
     tally.observe("restore_seconds", seconds)
     if restore.plan.predicted.planned > 0:
         tally.observe("restore_predicted_ratio", seconds / restore.plan.predicted.planned)
+
+
+def count_blocks(tally: Tally, restore: Restore) -> None:
+    """Count what a restore has brought, and what it could not."""
+    tally.add("restored_blocks_loaded", restore.loaded)
+    if restore.finished:
+        blocks = len(restore.plan.hashes) - restore.plan.resident
+        tally.add("restored_blocks_recomputed", blocks - restore.loaded)
+    tally.add("load_failures", restore.failed)
 
 
 def note_cached(tracked: Tracked, restore: Restore) -> None:

@@ -58,6 +58,7 @@ class Restore:
         self.number = -1
         self.loaded = 0
         self.failed = 0
+        """Loads that came to nothing and that nobody stopped."""
         self._costs = costs
         self._ranks = ranks
         self._pages: tuple[tuple[int, ...], ...] = ()
@@ -66,6 +67,7 @@ class Restore:
         )
         self._starts: list[StartLoad] = []
         self._cancels: list[int] = []
+        self._stopped: set[int] = set()
         self._answers: dict[int, dict[int, bool]] = {}
         self._told: list[Event] = []
         self._heard = now
@@ -168,7 +170,7 @@ class Restore:
             self.loaded += 1
             self._told.append(Loaded(block, now))
         else:
-            self.failed += 1
+            self.failed += block not in self._stopped
             self._told.append(NotLoaded(block, now))
 
     def settled(self) -> None:
@@ -207,5 +209,7 @@ class Restore:
                 case StartLoad(block):
                     self._starts.append(action)
                     self._answers[block] = {}
+                    self._stopped.discard(block)
                 case CancelLoad(block):
                     self._cancels.append(block)
+                    self._stopped.add(block)

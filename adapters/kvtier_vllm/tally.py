@@ -40,12 +40,14 @@ class Metric:
 _SOURCES: Final = ("local", "host", "ssd", "recomputed", "missing")
 """The engine held it; loaded from a tier; stored, yet faster to recompute; not stored."""
 _WAYS: Final = ("hybrid", "load", "recompute")
+_RESTORED: Final = ("loaded", "recomputed")
 _OUTCOMES: Final = ("released", "dropped")
 """The stores have taken it over, or had it; it was given up before it was copied."""
 
 
 def _table() -> dict[str, Metric]:
-    blocks = "Full prompt blocks of admitted requests, by where they came from"
+    blocks = "Full prompt blocks of requests, by where their admission's plan takes them from"
+    restored = "Blocks that restores put in place, by how; they go by what they measure on the way"
     restores = "Restores that ended, by what they did"
     saves = "Blocks handed to the stores, by what became of the hand-over"
     own = {
@@ -58,6 +60,10 @@ def _table() -> dict[str, Metric]:
         **{
             f"restores_{way}": Metric("restores", "counter", restores, {"way": way})
             for way in _WAYS
+        },
+        **{
+            f"restored_blocks_{how}": Metric("restored_blocks", "counter", restored, {"by": how})
+            for how in _RESTORED
         },
         **{
             f"save_blocks_{outcome}": Metric("save_blocks", "counter", saves, {"outcome": outcome})
