@@ -17,7 +17,7 @@ No clock, no I/O: events carry the time. ``RestoreSession`` drives it in process
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -40,7 +40,10 @@ from kvtier.plan import Step, Tier
 from kvtier.planner import GAIN_MIN
 from kvtier.state import TIER_OF, BlockState, RestoreState, begin
 
-__all__ = ["BlockState", "RestoreState", "advance", "begin"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["BlockState", "RestoreState", "advance", "advance_all", "begin"]
 
 LOADS_INFLIGHT_MIN: Final = 2
 SECONDS_MIN: Final = 1e-9
@@ -62,10 +65,21 @@ _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
 
 def advance(state: RestoreState, event: Event) -> tuple[RestoreState, tuple[Action, ...]]:
     """Apply one event; an event that fits no state raises ``ValueError`` and changes nothing."""
+    return advance_all(state, (event,))
+
+
+def advance_all(
+    state: RestoreState, events: Sequence[Event]
+) -> tuple[RestoreState, tuple[Action, ...]]:
+    """Apply events that are told together, and decide once, at the time of the last.
+
+    For who hears of many answers at a time: a decision looks at every block of the prompt.
+    """
     machine = _Machine(state)
-    machine.apply(event)
-    if state.started or isinstance(event, Begin):
-        machine.decide(event.now)
+    for event in events:
+        machine.apply(event)
+    if machine.state.started and events:
+        machine.decide(events[-1].now)
     return machine.result()
 
 

@@ -39,6 +39,8 @@ __all__ = ["DEFER_S_MAX", "Announcements", "Coordinator"]
 
 DEFER_S_MAX: Final = 60.0
 """A request waits so long for another one's restore to bring its blocks, then plans its own."""
+PLAN_KEPT_S_MAX: Final = 0.1
+"""A request for which there is no room keeps its plan so long, instead of a new one each step."""
 
 
 class Announcements(Protocol):
@@ -147,28 +149,16 @@ class Coordinator:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.restore is not None or not tracked.asked.restore:
             return 0, False
-        tracked.planned = None
-        tracked.local = local
-        keys = self._keys(tracked) if self.limits.restore and not self._suspect else None
-        if keys is None:
-            return 0, False
         now = self._clock()
-        planned = plan_restore(
-            tracked.request,
-            keys,
-            local,
-            limits=self.limits,
-            mirror=self._mirror,
-            busy=self._others(tracked),
-            now=now,
-            cover_s=self._steps.cover_s,
-        )
-        self.tally.observe("lookup_seconds", self._clock() - now)
+        planned = tracked.planned
+        if planned is None or tracked.local != local or now - planned.begun > PLAN_KEPT_S_MAX:
+            tracked.local = local
+            planned = tracked.planned = self._plan(tracked, now)
         if planned is None:
             return 0, False
         if self._defers(tracked, planned, now):
+            tracked.planned = None
             return None, False
-        tracked.planned = planned
         return (planned.end - local, True) if planned.waits else (0, False)
 
     def admitted(self, request_id: str) -> None:
@@ -372,6 +362,23 @@ class Coordinator:
         if tracked.refused or not self._mirror.ready:
             return None
         return tracked.known_keys(self._mirror.spec)
+
+    def _plan(self, tracked: Tracked, now: float) -> Restore | None:
+        keys = self._keys(tracked) if self.limits.restore and not self._suspect else None
+        if keys is None:
+            return None
+        planned = plan_restore(
+            tracked.request,
+            keys,
+            tracked.local,
+            limits=self.limits,
+            mirror=self._mirror,
+            busy=self._others(tracked),
+            now=now,
+            cover_s=self._steps.cover_s,
+        )
+        self.tally.observe("lookup_seconds", self._clock() - now)
+        return planned
 
     def _others(self, tracked: Tracked) -> int:
         """Return how many other requests a second of compute delays."""

@@ -22,7 +22,7 @@ from kvtier.events import (
     StartLoad,
     Woke,
 )
-from kvtier.executor import BlockState, advance, begin
+from kvtier.executor import BlockState, advance_all, begin
 from kvtier.state import COVER_S
 from kvtier_vllm.messages import Load
 
@@ -67,9 +67,9 @@ class Restore:
         self._starts: list[StartLoad] = []
         self._cancels: list[int] = []
         self._answers: dict[int, dict[int, bool]] = {}
+        self._told: list[Event] = []
         self._heard = now
-        self._feed(Begin(now))
-        self._feed(Asked(now))
+        self._feed(Begin(now), Asked(now))
 
     # -- what it says
 
@@ -137,9 +137,7 @@ class Restore:
         if step is not None and position >= step.tokens.stop:
             start, tokens = step.tokens.start, len(step.tokens)
             seconds = self._costs.compute.seconds(start, tokens) if pipelined else None
-            self._feed(Computed(now, seconds))
-            if not self._state.finished:
-                self._feed(Asked(now))
+            self._feed(Computed(now, seconds), Asked(now))
         self.woke(now)
 
     def woke(self, now: float) -> None:
@@ -154,7 +152,10 @@ class Restore:
         self._costs = costs
 
     def answered(self, rank: int, block: int, now: float, *, landed: bool) -> None:
-        """Take a rank's answer; the block is in place when all ranks have it there."""
+        """Take a rank's answer, to be ``settled`` with others that came with it.
+
+        The block is in place when all ranks have it there.
+        """
         answers = self._answers.get(block)
         if answers is None or rank in answers:
             return
@@ -165,10 +166,15 @@ class Restore:
         del self._answers[block]
         if all(answers.values()):
             self.loaded += 1
-            self._feed(Loaded(block, now))
+            self._told.append(Loaded(block, now))
         else:
             self.failed += 1
-            self._feed(NotLoaded(block, now))
+            self._told.append(NotLoaded(block, now))
+
+    def settled(self) -> None:
+        """Decide what follows from the answers that were taken."""
+        if self._told:
+            self._feed()
 
     def expire(self, now: float) -> None:
         """Load nothing more: what is not in place is recomputed."""
@@ -192,9 +198,10 @@ class Restore:
         ]
         return loads, [(self.number, block) for block in cancels]
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, *events: Event) -> None:
+        told, self._told = (*self._told, *events), []
         self._state = replace(self._state, costs=self._costs)
-        self._state, actions = advance(self._state, event)
+        self._state, actions = advance_all(self._state, told)
         for action in actions:
             match action:
                 case StartLoad(block):

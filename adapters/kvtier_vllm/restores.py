@@ -85,6 +85,8 @@ class Restores:
             for number, block in answers:
                 if (restore := self._active.get(number)) is not None:
                     restore.answered(rank, block, now, landed=landed)
+        for restore in self._active.values():
+            restore.settled()
         for number in report.ended:
             self._ended(rank, number)
 

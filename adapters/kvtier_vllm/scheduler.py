@@ -23,10 +23,9 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.v1.core.sched.scheduler import Scheduler as _Steps
-
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler as _Steps
     from vllm.v1.request import Request
 
     from kvtier_vllm.coordinator import Coordinator
