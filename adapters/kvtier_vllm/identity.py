@@ -104,7 +104,7 @@ def _refusals(
 
 
 class VllmEngine:
-    """``worker.Engine`` over a vLLM worker."""
+    """``engine.Engine`` over a vLLM worker."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = vllm_config

@@ -33,8 +33,10 @@ __all__ = [
 PIECE_BYTES: Final = 64 << 20
 """What of a tensor is brought to CPU memory at once, on each hashing thread."""
 THREADS_MAX: Final = 8
-SAMPLES: Final = 16
-"""Values that are looked at in each tensor."""
+SAMPLES: Final = 8
+"""Neighbouring values that are looked at in each place of a tensor."""
+SAMPLED_AT: Final = (1 / 3, 2 / 3)
+"""Where in a tensor's memory those places are."""
 ROTARY_ROWS: Final = 64
 """Rows of a rotary table that are hashed: it is as long as the model may run, but begins alike."""
 
@@ -170,21 +172,19 @@ def _bits(views: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _samples(model: torch.nn.Module) -> list[list[torch.Tensor]]:
-    """Return a view of a few values of each tensor, as bits, by their size and device.
+    """Return views of a few values of each tensor, as bits, by their size and device.
 
-    As bits, so that a NaN is equal to itself.
+    As bits, so that a NaN is equal to itself; of values that are neighbours, since a GPU puts
+    many such views together in one kernel.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for _, tensor in _tensors(model):
         held = tensor.detach()
         if held.numel():
-            line = held.view(-1) if held.is_contiguous() else _diagonal(held)
-            few = line[:: max(1, line.numel() // SAMPLES)][:SAMPLES]
-            bits = few.view(CARRIER[held.element_size()])
-            groups.setdefault((bits.dtype, bits.device), []).append(bits)
+            steps = zip(held.shape, held.stride(), strict=True)
+            span = 1 + sum((size - 1) * stride for size, stride in steps)
+            line = held.as_strided((span,), (1,), held.storage_offset())
+            for at in SAMPLED_AT:
+                few = line[int(at * span) :][:SAMPLES].view(CARRIER[held.element_size()])
+                groups.setdefault((few.dtype, few.device), []).append(few)
     return list(groups.values())
-
-
-def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values whose indices are all alike, as a view of any strides."""
-    return tensor.as_strided((min(tensor.shape),), (sum(tensor.stride()),), tensor.storage_offset())

@@ -10,21 +10,24 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtier import CatalogChanges, CostModel, KVTierError, Store, TransferFailed
+from kvtier import CatalogChanges, KVTierError, Store
+from kvtier_vllm.engine import Sound
 from kvtier_vllm.messages import Hello, RankReport
-from kvtier_vllm.slots import EnginePages, PagedSlots
+from kvtier_vllm.slots import PagedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
-    from kvtier import KVSpec, Loads, Prefetch, PutResult, StoreReader, Transfer
+    from kvtier import CostModel, KVSpec, Loads, Prefetch, PutResult, StoreReader, Transfer
+    from kvtier_vllm.engine import Engine, Look
     from kvtier_vllm.messages import Load, Orders, Save
+    from kvtier_vllm.slots import EnginePages
 
-__all__ = ["Engine", "Look", "WorkerSide"]
+__all__ = ["WorkerSide"]
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -32,41 +35,6 @@ IDLE_WAIT_S: Final = 0.002
 """How long a step that computes nothing waits for a load, so that its loop leaves the CPU alone."""
 STATS_S: Final = 1.0
 """How often a rank's counters are reported, at most."""
-
-
-class Look(Protocol):
-    """One look at whether the weights changed (``weights.Look``)."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the answer is there without waiting."""
-
-    @property
-    def changed(self) -> bool:
-        """Whether they changed; may wait for the forward before."""
-
-
-class Engine(Protocol):
-    """What a worker's store needs of the engine that it is in."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's KV tensors, by layer."""
-
-    def spec(self) -> KVSpec:
-        """Return the spec with the weights as they are now; all ranks ask at the same time."""
-
-    def pages(self) -> EnginePages:
-        """Return the engine's pages, in the spec's layout."""
-
-    def look(self) -> Look:
-        """Look whether the weights are those of the last ``spec``."""
-
-    def fence(self) -> Any:
-        """Return an event after all that the engine has queued on its GPU; None on a CPU."""
 
 
 @dataclass(slots=True)
@@ -77,21 +45,6 @@ class _Restore:
     slots: PagedSlots
     asked: bool = False
     """The scheduler wants to know when nothing writes any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sound:
-    """What a put waits for before it reads: that its step is computed, by the same weights."""
-
-    fence: Any
-    look: Look
-
-    def synchronize(self) -> None:
-        """Return once that is so; raises ``TransferFailed`` if it is not."""
-        if self.fence is not None:
-            self.fence.synchronize()
-        if self.look.changed:
-            raise TransferFailed("the weights changed without a reset of the cache")
 
 
 class WorkerSide:
@@ -163,11 +116,11 @@ class WorkerSide:
         """Open the store for the weights as they are now, without what is of that namespace."""
         spec = self._engine.spec()
         self._pages = self._engine.pages()
+        self._namespace = spec.namespace
+        self._look, self._stale = None, False
         self._store = store = self._open_store(spec)
         if purging is not None:
             _purged(store, purging)
-        self._namespace = spec.namespace
-        self._look, self._stale = None, False
         stored = self._of_this_model(store.changes())
         self._sequence, self._costs = stored.sequence, store.costs
         self._hello = Hello(
@@ -187,8 +140,12 @@ class WorkerSide:
         self._collect_puts(lost=True)
         self._hints.clear()
         self._saves.clear()
-        self._resets, self._greets = resets, True
-        self._open(purging=None if purged else namespace)
+        self._resets = resets
+        try:
+            self._open(purging=None if purged else namespace)
+            self._greets = True
+        except KVTierError as error:
+            log.error("kvtier: the store is off until the next reset: %s", error)  # noqa: TRY400
 
     # -- a step, in the order in which the engine calls
 
@@ -214,7 +171,7 @@ class WorkerSide:
         if not isinstance(store, Store) or self._pages is None or look is None or self._stale:
             self._released += [save.save for save in saves]
             return
-        sound = _Sound(self._engine.fence(), look)
+        sound = Sound(self._engine.fence(), look)
         for save in saves:
             try:
                 slots = self._slots_of(save, self._pages)
@@ -393,7 +350,7 @@ class WorkerSide:
         store, self._store = self._store, None
         if store is None:
             return
-        log.error("kvtier: the store is off until the engine restarts: %s", error)
+        log.error("kvtier: the store is off until the cache is reset: %s", error)
         self._end_all()
         store.close()
         self._collect_puts(lost=True)

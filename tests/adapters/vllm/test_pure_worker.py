@@ -446,6 +446,28 @@ def test_a_reset_in_the_middle_answers_everything(tmp_path: Path) -> None:
     rig.side.shutdown()
 
 
+def test_a_store_that_cannot_be_opened_again(tmp_path: Path) -> None:
+    """Where a reset cannot open the store again, everything is a miss until a later one can."""
+    rig = open_rig(tmp_path)
+    keys = keys_of()
+    rig.save(keys)
+    rig.fs.fail("open_directory")
+    rig.step(Orders(resets=1, loads=(load(keys, 0),)))
+    rig.until(lambda: rig.said("failed", (1, 0)))
+    pages = rig.engine.compute(keys, range(BLOCKS))
+    rig.step(Orders(resets=1, saves=(Save(2, keys, 0, BLOCKS, pages),), ends=(1,)))
+    rig.until(lambda: rig.said("released", 2) and rig.said("ended", 1))
+    assert rig.last is not None
+    assert rig.last.hello is None
+    rig.fs.heal()
+    rig.step(Orders(resets=2))
+    assert rig.last.hello is not None
+    assert rig.last.hello.resets == 2
+    assert rig.last.hello.stored.blocks == ()
+    rig.save(keys, number=3)
+    rig.side.shutdown()
+
+
 def test_a_broken_store_is_a_store_of_misses(tmp_path: Path) -> None:
     """When the store breaks, everything is answered and the scheduler hears that nothing is left.
 
