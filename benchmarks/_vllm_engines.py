@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from _harness import PAIRS_MIN, Bar, Bench, Ratio, Trial
 
 from kvtier_demo.model import smollm2
-from kvtier_vllm_run.process import EngineProcess, Served, transfer
+from kvtier_vllm_run.process import CPU_ENVIRONMENT, EngineProcess, Served, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -143,12 +143,15 @@ class Engines:
         return self._start({"max_model_len": max_model_len, **given})
 
     def other(
-        self, config: Mapping[str, Any], max_model_len: int, **arguments: Any
+        self,
+        config: Mapping[str, Any],
+        max_model_len: int,
+        env: Mapping[str, str],
+        **arguments: Any,
     ) -> EngineProcess:
         """Start vLLM with another connector."""
-        return self._start(
-            {"max_model_len": max_model_len, "kv_transfer_config": config, **arguments}
-        )
+        given = {"max_model_len": max_model_len, "kv_transfer_config": config, **arguments}
+        return self._start(given, env)
 
     def stop(self, engine: EngineProcess) -> None:
         """End one before the scenario does."""
@@ -156,11 +159,14 @@ class Engines:
         self._running.remove(engine)
         engine.close()
 
-    def _start(self, arguments: dict[str, Any]) -> EngineProcess:
+    def _start(
+        self, arguments: dict[str, Any], env: Mapping[str, str] | None = None
+    ) -> EngineProcess:
         self._started += 1
         log = self.folder / f"engine-{self._started}.log"
         given = {"model": self._model, **ARGUMENTS, **arguments}
-        engine = EngineProcess(self._python, given, log=log)
+        env = {**CPU_ENVIRONMENT, **(env or {})}
+        engine = EngineProcess(self._python, given, log=log, env=env)
         self._stack.callback(engine.close)
         self._running.append(engine)
         self.bench.settings.setdefault("vllm", engine.started["vllm"])

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 GRID: Final = {"equal": 1.0, "fast": 4.0, "slow": 0.25}
 """The link's rate over the one at which a load takes as long as recomputing."""
-WARM: Final = 3
-"""Restores from which the costs are learned before anything is measured."""
+WARM: Final = 4
+"""Runs before anything is measured: the first stores the prompt, the others teach the costs."""
 
 
 def restore(bench: Bench, engines: Engines) -> None:

@@ -21,6 +21,15 @@ ANSWER: Final = 48
 POOL_PAGES: Final = 400
 """The engine's own cache: 12,800 tokens, of about three times as many that are in use."""
 LMCACHE: Final = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+LMCACHE_ENVIRONMENT: Final = {
+    "LMCACHE_CHUNK_SIZE": str(BLOCK),
+    "LMCACHE_LOCAL_CPU": "True",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
+    "LMCACHE_MAX_LOCAL_DISK_SIZE": "8",
+    "LMCACHE_TRACK_USAGE": "false",
+    "PYTHONHASHSEED": "0",
+}
+"""As much host memory and disk as kvtier has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,8 @@ class Session:
     ttft_s: list[float] = field(default_factory=list)
     prompt_blocks: int = 0
     ideal_hits: int = 0
+    restarted_with: int = -1
+    """Tokens that the first request after the restart found: with an own cache that is empty."""
     counts: dict[str, float] = field(default_factory=dict)
 
     def take_counts(self, counts: dict[str, float]) -> None:
@@ -110,6 +121,8 @@ def converse(
         (served,) = engine.serve([request(ids, ANSWER)])
         verdicts.stock(ids, served)  # the first engine is stock vLLM
         session.ttft_s.append(served.ttft_s)
+        if index == len(turns) // 2:
+            session.restarted_with = served.cached
         session.prompt_blocks += len(ids) // BLOCK
         session.ideal_hits += ideal.hits(ids)
         ideal.keep(ids, served.tokens)
@@ -133,13 +146,18 @@ def conversations(bench: Bench, engines: Engines, python: str) -> None:
         "kvtier": lambda: engines.kvtier("turns", length, settings, **pages),
     }
     if has_module(python, "lmcache"):
-        ways["lmcache"] = lambda: engines.other(LMCACHE, length, **pages)
+        disk = {"LMCACHE_LOCAL_DISK": f"file://{engines.folder}/lmcache/"}
+        env = {**LMCACHE_ENVIRONMENT, **disk}
+        ways["lmcache"] = lambda: engines.other(LMCACHE, length, env, **pages)
     else:
         bench.console.print(f"LMCache's connector is not compared: {python} has no lmcache")
     sessions: dict[str, Session] = {}
     with bench.progress("conversations", len(ways) * len(turns)) as tick:
         for name, start in ways.items():
             sessions[name] = converse(turns, start, engines.stop, engines.verdicts, tick)
+    if "lmcache" in sessions and not sessions["lmcache"].restarted_with:
+        bench.console.print("LMCache's connector found nothing after the restart: not compared")
+        del sessions["lmcache"]
     _add(bench, sessions, len(turns))
 
 
