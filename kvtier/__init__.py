@@ -17,6 +17,7 @@ from kvtier.errors import (
 )
 from kvtier.identity import BlockKeys, KVSpec
 from kvtier.layout import BlockLayout
+from kvtier.loads import Loads
 from kvtier.plan import Residency, RestorePlan, Step, Tier
 from kvtier.planner import plan, plan_batch
 from kvtier.purge import PurgeResult
@@ -42,6 +43,7 @@ __all__ = [
     "KVSpec",
     "KVTierError",
     "LinkThrottle",
+    "Loads",
     "Prefetch",
     "PurgeResult",
     "PutResult",

@@ -128,10 +128,11 @@ class Deliveries:
         error: BaseException | None = None
         try:
             try:
+                asked = self._loop.time()
                 await self._link_passed()
                 claimed = ticket.claim()
                 if claimed:
-                    error = await self._into_slot(ticket, row, read)
+                    error = await self._into_slot(ticket, row, read, asked)
             finally:
                 self._mover.unpin_host(row)
             if claimed and error is None:
@@ -178,14 +179,19 @@ class Deliveries:
             done(there)
             self._mover.unpin_host(row)
 
-    async def _into_slot(self, ticket: LoadTicket, row: int, read: int) -> Exception | None:
-        """Copy a pinned host copy into its slot; returns what the engine's slots raised."""
+    async def _into_slot(
+        self, ticket: LoadTicket, row: int, read: int, asked: float
+    ) -> Exception | None:
+        """Copy a pinned host copy into its slot; returns what the engine's slots raised.
+
+        A throttled link is slow from the time it was ``asked``, as a plan must expect it.
+        """
         payload = self._mover.payload(row)
         submitted = self._loop.time()
         try:
             await self._write_block(ticket.slots, ticket.position, payload, executor=self._lane)
             ended = self._loop.time()
-            self._rates.observe(Tier.HOST, submitted, ended)
+            self._rates.observe(Tier.HOST, submitted if self._link is None else asked, ended)
         except Exception as error:  # noqa: BLE001 - the engine's code is not ours to trust
             return error
         if self._trace is not None:

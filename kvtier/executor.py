@@ -17,7 +17,7 @@ No clock, no I/O: events carry the time. ``RestoreSession`` drives it in process
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -40,16 +40,16 @@ from kvtier.plan import Step, Tier
 from kvtier.planner import GAIN_MIN
 from kvtier.state import TIER_OF, BlockState, RestoreState, begin
 
-__all__ = ["BlockState", "RestoreState", "advance", "begin"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["BlockState", "RestoreState", "advance", "advance_all", "begin"]
 
 LOADS_INFLIGHT_MIN: Final = 2
 LOADS_ALONE: Final = 4
 """Loads in flight where nothing is recomputed: a disk needs so many, and no front reaches them."""
 SECONDS_MIN: Final = 1e-9
 WAKE_S_MIN: Final = 0.005
-COVER_S: Final = 0.02
-"""Loads in flight cover this much time, so that a link does not idle between two events; more would
-only claim blocks early that the compute front might reach first."""
 
 _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
     (BlockState.LOADABLE, "load"): BlockState.LOADING,
@@ -67,10 +67,21 @@ _MOVES: Final[dict[tuple[BlockState, str], BlockState]] = {
 
 def advance(state: RestoreState, event: Event) -> tuple[RestoreState, tuple[Action, ...]]:
     """Apply one event; an event that fits no state raises ``ValueError`` and changes nothing."""
+    return advance_all(state, (event,))
+
+
+def advance_all(
+    state: RestoreState, events: Sequence[Event]
+) -> tuple[RestoreState, tuple[Action, ...]]:
+    """Apply events that are told together, and decide once, at the time of the last.
+
+    For who hears of many answers at a time: a decision looks at every block of the prompt.
+    """
     machine = _Machine(state)
-    machine.apply(event)
-    if state.started or isinstance(event, Begin):
-        machine.decide(event.now)
+    for event in events:
+        machine.apply(event)
+    if machine.state.started and events:
+        machine.decide(events[-1].now)
     return machine.result()
 
 
@@ -207,7 +218,7 @@ class _Machine:
                 self.actions.append(StartLoad(block, tier))
 
     def _depth(self, load_s: float, least: int) -> int:
-        cover = LOADS_INFLIGHT_MIN + int(COVER_S / max(load_s, SECONDS_MIN))
+        cover = LOADS_INFLIGHT_MIN + int(self.state.cover_s / max(load_s, SECONDS_MIN))
         return min(self.state.loads_inflight_max, max(least, cover))
 
     def _offer_step(self, share: dict[Tier, int], now: float) -> bool:

@@ -23,7 +23,7 @@ import msgpack
 
 from kvtier.errors import FormatError
 from kvtier.fields import Extra, Scalar, check_count, check_label, extra_items, part_shapes, rope
-from kvtier.layout import DTYPE_BYTES, LAYOUTS, BlockLayout, PartShape
+from kvtier.layout import DTYPE_BYTES, BlockLayout, PartShape, check_layout
 from kvtier.tokens import TokenIds, token_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ class KVSpec:
     ``layers, kv_heads, head_dim`` (and ``v_head_dim`` where V is narrower or wider than K) are the
     short form of ``parts``, one tuple of (heads, width) pairs per layer; models whose layers differ
     give ``parts``. ``weights`` is a digest over the weights' content, never a path. ``rope`` holds
-    (name, value) pairs. Maximum length, thread count, chunk size and attention implementation do
-    not change what is stored and are not here.
+    (name, value) pairs. ``layout`` is "hnd", "nhd", or an engine's own pages (``kvtier.layout``).
+    Maximum length, thread count, chunk size and attention implementation do not change what is
+    stored and are not here.
 
     Raises ``ValueError`` naming the field.
     """
@@ -74,14 +75,13 @@ class KVSpec:
     def __post_init__(self) -> None:
         for name in ("model", "weights", "quantization", "kv_scales"):
             check_label(name, getattr(self, name), empty_allowed=False)
-        for name, allowed in (("dtype", tuple(DTYPE_BYTES)), ("layout", LAYOUTS)):
-            if getattr(self, name) not in allowed:
-                value = getattr(self, name)
-                raise ValueError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+        if self.dtype not in tuple(DTYPE_BYTES):  # a value that cannot be hashed is refused alike
+            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if type(self.version) is not int or self.version != SPEC_VERSION:
             raise ValueError(f"version: {self.version!r} is not {SPEC_VERSION}")
         check_count("layers", self.layers, LAYERS_MAX)
         check_count("block_tokens", self.block_tokens, BLOCK_TOKENS_MAX)
+        check_layout(self.layout, self.block_tokens)
         for axis in ("tp", "pp"):
             size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
             check_count(f"{axis}_size", size)

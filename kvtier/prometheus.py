@@ -19,7 +19,7 @@ from kvtier.plan import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["HasStats", "StoreCollector"]
+__all__ = ["HasStats", "StoreCollector", "name_and_label"]
 
 _HELP: Final = {
     "put_blocks": "Blocks of puts, by what became of them",
@@ -80,7 +80,7 @@ class StoreCollector:
 
         families: dict[str, Any] = {}
         for counter, value in counters.items():
-            name, label = _name_and_label(counter)
+            name, label = name_and_label(counter)
             labels = {**self._labels, **label}
             if name not in families:
                 text = _HELP.get(name, name.replace("_", " ").capitalize())
@@ -126,7 +126,7 @@ class StoreCollector:
         return family
 
 
-def _name_and_label(counter: str) -> tuple[str, dict[str, str]]:
+def name_and_label(counter: str) -> tuple[str, dict[str, str]]:
     """Split ``loaded_bytes_ssd`` into ("loaded_bytes", {"tier": "ssd"})."""
     name, _, last = counter.rpartition("_")
     if last in set(Tier):

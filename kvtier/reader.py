@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvtier.changes import CatalogChanges
     from kvtier.follower import FollowedIndex
     from kvtier.identity import BlockKeys, KVSpec
+    from kvtier.loads import Loads
     from kvtier.plan import Residency, RestorePlan
     from kvtier.restore import RestoreSession
     from kvtier.tiers.device import KVSlots
@@ -162,6 +163,12 @@ class StoreReader(StoreView):
         self._check_open()
         self._follower.used()
         return super().restore(plan, into, layerwise=layerwise)
+
+    def loads(self, into: KVSlots, told: Callable[[], None] = lambda: None) -> Loads:
+        """Return what loads single blocks; one that is gone by then is answered as not loaded."""
+        self._check_open()
+        self._follower.used()
+        return super().loads(into, told)
 
     def changes(self, since: int = 0) -> CatalogChanges:
         """Return what changed for this reader after ``since``; the sequence is its own."""

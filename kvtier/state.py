@@ -13,10 +13,15 @@ if TYPE_CHECKING:
 
     from kvtier.cost import CostModel
 
-__all__ = ["TIER_OF", "BlockState", "RestoreState", "begin"]
+__all__ = ["COVER_S", "TIER_OF", "BlockState", "RestoreState", "begin"]
 
 TIER_OF: Final[dict[int, Tier | None]] = {0: None, 1: Tier.HOST, 2: Tier.SSD}
 """The tiers that loads come from, by the number that stands for them in ``RestoreState.codes``."""
+
+COVER_S: Final = 0.02
+"""How much time the loads in flight cover for who is told of each event as it happens, so that a
+link does not idle between two; more would only claim blocks early that the compute front might
+reach first."""
 
 
 class BlockState(IntEnum):
@@ -54,6 +59,8 @@ class RestoreState:
     """The loads under way, in the order in which they started."""
     link_free: tuple[tuple[Tier, float], ...] = ()
     """When each link is expected to have delivered what it has in flight."""
+    cover_s: float = COVER_S
+    """How much time the loads in flight are to cover."""
     wake_at: float | None = None
     """When the machine wants to be woken, if nothing else happens before."""
 
@@ -74,8 +81,12 @@ def begin(
     loads_inflight_max: int,
     gone: Sequence[int] = (),
     placed: Sequence[int] = (),
+    cover_s: float = COVER_S,
 ) -> RestoreState:
     """Return the first state.
+
+    An engine that takes and gives answers only between its steps sets ``cover_s`` to the time of
+    one or two of those.
 
     ``gone`` are blocks that the plan counts on and the store has lost since; ``placed`` are those
     that are in the engine's slots already, or are brought there by somebody else and nothing is
@@ -100,4 +111,6 @@ def begin(
         blocks[block] = BlockState.PLACED
     code_of = {tier: code for code, tier in TIER_OF.items()}
     codes = bytes(code_of.get(tier, 0) for tier in plan.tiers)
-    return RestoreState(plan, costs, loads_inflight_max, bytes(blocks), codes, plan.resident)
+    return RestoreState(
+        plan, costs, loads_inflight_max, bytes(blocks), codes, plan.resident, cover_s=cover_s
+    )

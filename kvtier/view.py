@@ -18,6 +18,7 @@ from kvtier import planner
 from kvtier.changes import CatalogChanges
 from kvtier.errors import SpecMismatch, StoreClosed, StoreFailed
 from kvtier.identity import BlockKeys, KVSpec
+from kvtier.loads import Loads
 from kvtier.plan import Residency, RestorePlan, Tier
 from kvtier.restore import RestoreSession
 from kvtier.tiers.base import BlockId
@@ -171,6 +172,33 @@ class StoreView(ABC):
             trace=self._trace,
             layerwise=layerwise,
         )
+
+    def loads(self, into: KVSlots, told: Callable[[], None] = lambda: None) -> Loads:
+        """Return what loads single blocks into an engine's slots, for decisions made elsewhere.
+
+        ``told`` is called, from any thread, when an answer is there to be taken.
+        """
+        self._check_open()
+        check_slots(into, self._layout)
+        return Loads(
+            self._namespace,
+            into,
+            catalog=self._catalog,
+            prefetcher=self._prefetcher,
+            metrics=self._metrics,
+            told=told,
+            trace=self._trace,
+        )
+
+    def measured(self, start: int, tokens: int, seconds: float, overlap: float = 0.0) -> None:
+        """Teach the cost of recomputing from a step that was measured elsewhere.
+
+        ``tokens`` tokens from position ``start`` on took ``seconds``; during the share ``overlap``
+        of them loads were under way.
+        """
+        self._check_open()
+        self._profiler.computed(start, tokens, seconds, overlap)
+        self._metrics.observe("step_seconds", seconds)
 
     def prefetch(
         self,

@@ -32,7 +32,7 @@ def copy_out(slots: Any, block: int) -> bytes:
     return bytes(into)
 
 
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("layout", ["hnd", "nhd", "paged/4"])
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
 def test_bits_pass_through(dtype: str, layout: str) -> None:
     """Every bit pattern of every dtype, NaN payloads included, survives both directions."""
@@ -143,6 +143,35 @@ def test_a_view_with_any_strides() -> None:
     assert copy_out(Odd(parts), 0) == expected(keys, 0)
 
 
+class AtOnce:
+    """Slots that copy whole blocks in a way of their own."""
+
+    def __init__(self) -> None:
+        self.layout = SPEC.block_layout
+        self.device = torch.device("cpu")
+        self.blocks: dict[int, bytes] = {}
+
+    def parts(self, block: int) -> list[torch.Tensor]:
+        """Fail: these slots are not copied by parts."""
+        raise AssertionError(block)
+
+    def gather(self, block: int, into: memoryview) -> None:
+        """Copy a block out."""
+        into[:] = self.blocks[block]
+
+    def scatter(self, block: int, source: memoryview) -> None:
+        """Copy a block in."""
+        self.blocks[block] = bytes(source)
+
+
+def test_slots_with_a_better_way_are_asked_for_it() -> None:
+    """Slots that can copy a whole block do so, in both directions, and nothing asks for parts."""
+    slots, data = AtOnce(), expected(prompt_keys(1), 0)
+    write_block(slots, 3, memoryview(data))
+    assert slots.blocks == {3: data}
+    assert copy_out(slots, 3) == data
+
+
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.data())
 def test_any_shape(
     layers: int, heads: int, k_width: int, v_width: int, data: st.DataObject
@@ -151,7 +180,7 @@ def test_any_shape(
     spec = kvtier.KVSpec(
         model="m", weights="w", dtype=data.draw(st.sampled_from(["float16", "uint8", "float64"])),
         layers=layers, block_tokens=data.draw(st.integers(1, 9)),
-        layout=data.draw(st.sampled_from(["hnd", "nhd"])),
+        layout=data.draw(st.sampled_from(["hnd", "nhd", "paged/1"])),
         parts=(((heads, k_width), (heads, v_width)),) * layers,
     )  # fmt: skip
     keys = prompt_keys(2, spec=spec)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1] / "kvtier"
 # Lowest first. A module imports from below, or from its own layer as long as no cycle comes of it.
 LAYERS = (
     {"errors", "lane", "metrics", "tokens", "trace"},
-    {"config", "fields", "identity", "layout", "plan", "trace_files"},
+    {"config", "fields", "fingerprint", "identity", "layout", "plan", "trace_files"},
     {
         "chakra",
         "changes",
@@ -53,6 +53,7 @@ LAYERS = (
         "follower",
         "layerwise",
         "live",
+        "loads",
         "loop",
         "mover",
         "orders",

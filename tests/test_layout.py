@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import BlockLayout, KVSpec
-from kvtier.layout import DTYPE_BYTES, LAYOUTS, TensorSlice
+from kvtier.layout import DTYPE_BYTES, LAYOUTS, TensorSlice, page_tokens
 
 SIZES = st.integers(1, 40)
 PARTS = st.lists(st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=4), min_size=1, max_size=6)
@@ -82,6 +82,30 @@ def test_nhd_puts_tokens_first() -> None:
     ]
 
 
+def test_pages_follow_in_token_order() -> None:
+    """A part in pages is page after page, each with all its tensors; sizes stay the same."""
+    parts = (((2, 6), (2, 4)), ((3, 5),))
+    layout = BlockLayout("uint8", 8, "cpu_attn-lbhnc/4", parts)
+    assert layout.part_bytes == BlockLayout("uint8", 8, "hnd", parts).part_bytes
+    assert [(t.layer, t.index, t.shape, t.offset) for t in layout.tensors] == [
+        (0, 0, (2, 4, 6), 0),
+        (0, 1, (2, 4, 4), 48),
+        (0, 2, (2, 4, 6), 80),
+        (0, 3, (2, 4, 4), 128),
+        (1, 0, (3, 4, 5), 160),
+        (1, 1, (3, 4, 5), 220),
+    ]
+
+
+def test_a_page_of_a_whole_block_has_the_places_of_hnd() -> None:
+    """With one page in a block the tensors lie where the hnd layout has them."""
+    parts = (((2, 6), (2, 4)), ((3, 5), (3, 5)))
+    assert (
+        BlockLayout("bfloat16", 8, "hnd", parts).tensors
+        == BlockLayout("bfloat16", 8, "x/8", parts).tensors
+    )
+
+
 def test_item_sizes_are_those_of_torch() -> None:
     """Every dtype name is torch's, with torch's size."""
     import torch
@@ -91,18 +115,29 @@ def test_item_sizes_are_those_of_torch() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(PARTS, st.sampled_from(sorted(DTYPE_BYTES)), st.integers(1, 64), st.sampled_from(LAYOUTS))
+@given(
+    PARTS,
+    st.sampled_from(sorted(DTYPE_BYTES)),
+    st.integers(1, 64),
+    st.sampled_from((*LAYOUTS, "paged/1", "paged/4")),
+)
 def test_tensors_tile_the_payload(
     parts: list[list[tuple[int, int]]], dtype: str, block_tokens: int, order: str
 ) -> None:
     """Tensors lie back to back from 0 to the block's end, and parts are their sums."""
+    tokens = page_tokens(order)
+    if tokens:
+        block_tokens *= tokens
     layout = BlockLayout(dtype, block_tokens, order, tuple(tuple(part) for part in parts))
+    assert sum(len(p) for p in parts) * (block_tokens // (tokens or block_tokens)) == len(
+        layout.tensors
+    )
     end = 0
     for tensor in layout.tensors:
         assert end == tensor.offset
         assert math.prod(tensor.shape) * layout.itemsize == tensor.nbytes
-        heads, width = parts[tensor.layer][tensor.index]
-        assert sorted((heads, block_tokens, width)) == sorted(tensor.shape)
+        heads, width = parts[tensor.layer][tensor.index % len(parts[tensor.layer])]
+        assert sorted((heads, tokens or block_tokens, width)) == sorted(tensor.shape)
         end += tensor.nbytes
     assert layout.block_bytes == end == sum(layout.part_bytes)
     for layer, nbytes in enumerate(layout.part_bytes):

@@ -17,7 +17,7 @@ MODULES = sorted(
 )
 PUBLIC = {
     "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
-    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Prefetch", "PurgeResult", "PutResult",
+    "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Loads", "Prefetch", "PurgeResult", "PutResult",
     "Residency", "RestorePlan", "RestoreReport", "RestoreSession", "Retention", "SpecMismatch",
     "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",

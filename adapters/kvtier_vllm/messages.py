@@ -125,4 +125,6 @@ class RankReport:
     hello: Hello | None = None
     """After a reset."""
     stats: dict[str, float] = field(default_factory=dict)
-    """Counters of this rank, as they stand."""
+    """Counters of this rank, as they stand; empty if they were not looked at."""
+    stale: bool = False
+    """The weights changed without a reset: loads fail and saves are dropped until there is one."""

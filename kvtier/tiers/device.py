@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvtier.errors import SpecMismatch
+from kvtier.layout import page_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,9 @@ class KVSlots(Protocol):
 
     Slots in CPU memory may also have ``arrays(block)``: numpy arrays of unsigned integers of the
     values' width whose elements, one array after the other in row-major order, are the block. The
-    fewer and larger they are, the less a copy costs.
+    fewer and larger they are, the less a copy costs. Slots that know a better way to copy a whole
+    block have ``gather(block, into)`` and ``scatter(block, source)`` between it and its payload's
+    bytes, which return once the bytes are in place.
     """
 
     @property
@@ -59,13 +62,15 @@ class TensorSlots:
     """KVSlots over plain tensors, one per K or V of a layer, holding ``blocks`` blocks in a row.
 
     ``tensors`` are in the record's order (K of layer 0, V of layer 0, K of layer 1, ...), each
-    [heads, blocks * block_tokens, width] for the hnd layout, tokens first for nhd.
+    [heads, blocks * block_tokens, width] for the hnd layout, tokens first for nhd. A layout in
+    pages has a tensor for each page of a block, [heads, blocks * page tokens, width].
     """
 
     def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._tensors = tuple(tensors)
-        self._axis = 1 if layout.order == "hnd" else 0
+        self._axis = 0 if layout.order == "nhd" else 1
+        self._tokens = page_tokens(layout.order) or layout.block_tokens
         self._arrays: list[np.ndarray[Any, Any]] | None = None
         if len(self._tensors) != len(layout.tensors):
             raise SpecMismatch(
@@ -80,7 +85,7 @@ class TensorSlots:
         layout, shapes = spec.block_layout, []
         for part in layout.tensors:
             shape = list(part.shape)
-            shape[1 if layout.order == "hnd" else 0] *= blocks
+            shape[0 if layout.order == "nhd" else 1] *= blocks
             shapes.append(shape)
         dtype = getattr(torch, layout.dtype)
         if all(shape == shapes[0] for shape in shapes):
@@ -105,7 +110,7 @@ class TensorSlots:
 
     def parts(self, block: int) -> Sequence[torch.Tensor]:
         """Return views of block ``block``; ``SpecMismatch`` if the tensors end before it."""
-        tokens = self._layout.block_tokens
+        tokens = self._tokens
         self._check(block)
         return [t.narrow(self._axis, block * tokens, tokens) for t in self._tensors]
 
@@ -120,14 +125,13 @@ class TensorSlots:
             whole = _in_one_piece(self._tensors)
             each = self._tensors if whole is None else [whole]
             self._arrays = [_as_numpy(tensor) for tensor in each]
-        tokens = self._layout.block_tokens
+        tokens = self._tokens
         part = slice(block * tokens, (block + 1) * tokens)
         index = (..., part, slice(None)) if self._axis else (..., part, slice(None), slice(None))
         return [array[index] for array in self._arrays]
 
     def _check(self, block: int) -> None:
-        tokens = self._layout.block_tokens
-        if not 0 <= block < self._tensors[0].shape[self._axis] // tokens:
+        if not 0 <= block < self._tensors[0].shape[self._axis] // self._tokens:
             raise SpecMismatch(f"block {block} lies beyond the slots' tensors")
 
 
@@ -143,6 +147,10 @@ def check_slots(slots: KVSlots, layout: BlockLayout) -> None:
 
 def read_block(slots: KVSlots, block: int, into: memoryview) -> None:
     """Copy a block from the engine's tensors into ``into`` (the payload's bytes)."""
+    gather = getattr(slots, "gather", None)
+    if gather is not None:
+        gather(block, into)
+        return
     arrays = _arrays(slots, block)
     if arrays is not None:
         for array, flat in zip(arrays, _cut(arrays, slots.layout, into), strict=True):
@@ -162,6 +170,10 @@ def write_block(slots: KVSlots, block: int, source: memoryview) -> None:
     On CUDA the copies are queued on the current stream and waited for; the caller runs this on a
     thread of its own, under a side stream.
     """
+    scatter = getattr(slots, "scatter", None)
+    if scatter is not None:
+        scatter(block, source)
+        return
     arrays = _arrays(slots, block)
     if arrays is not None:
         for array, flat in zip(arrays, _cut(arrays, slots.layout, source), strict=True):

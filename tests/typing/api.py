@@ -96,6 +96,18 @@ def poll(session: kvtier.RestoreSession) -> None:
     session.computed(step, seconds=0.5)
 
 
+def decided_elsewhere(store: kvtier.Store, keys: kvtier.BlockKeys, slots: EngineSlots) -> bool:
+    """Carry out single loads, and pass on what another process measured."""
+    loads = store.loads(slots, lambda: None)
+    assert_type(loads, kvtier.Loads)
+    loads.start(3, keys[3], kvtier.Tier.SSD)
+    loads.cancel(3)
+    assert_type(loads.take(), list[tuple[int, bool]])
+    loads.end()
+    store.measured(0, 256, 0.5, overlap=1.0)
+    return loads.ended
+
+
 async def store_and_wait(store: kvtier.Store, keys: kvtier.BlockKeys, slots: EngineSlots) -> int:
     """Await what can also be polled."""
     result = await store.put(keys, slots)
