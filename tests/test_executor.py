@@ -31,7 +31,7 @@ from kvtier.events import (
     StartStep,
     Woke,
 )
-from kvtier.executor import BlockState, RestoreState, advance, begin
+from kvtier.executor import BlockState, RestoreState, advance, advance_all, begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -741,3 +741,29 @@ def test_latency_of_each_load_counts() -> None:
     made = plan(residency_of([SSD] * 32), true)
     engine = Engine(made, slow, true, learns=True).run()
     assert engine.seconds <= 1.25 * best_split(slow, SSD, 32)
+
+
+def test_answers_that_come_together_end_where_single_ones_do() -> None:
+    """Told at once or one after the other, the same blocks are in place; one decision is made."""
+    costs = costs_of(1.0, host_s=1e-3, ssd_s=1e-3)
+    made = plan(residency_of([SSD] * 6), costs)
+    state = begin(made, costs, loads_inflight_max=6)
+    state, actions = advance_all(state, (Begin(0.0), Asked(0.0)))
+    loads = [action.block for action in actions if isinstance(action, StartLoad)]
+    single = state
+    for block in loads:
+        single, _ = advance(single, Loaded(block, 1.0))
+    together, _ = advance_all(state, [Loaded(block, 1.0) for block in loads])
+    assert loads
+    assert together.blocks == single.blocks
+    assert together.front == single.front
+    assert advance_all(state, ()) == (state, ())
+
+
+def test_one_illegal_event_among_several_changes_nothing() -> None:
+    """All are applied, or none."""
+    costs = costs_of(1.0, ssd_s=1.0)
+    state = begin(plan(residency_of([SSD] * 2), costs), costs, loads_inflight_max=2)
+    with pytest.raises(ValueError, match="cannot be"):
+        advance_all(state, (Begin(0.0), Loaded(0, 1.0), Loaded(0, 1.0)))
+    assert not state.started

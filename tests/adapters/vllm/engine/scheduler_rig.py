@@ -86,6 +86,7 @@ class Rank:
     loaded_blocks: int = 0
 
     def page(self, number: int) -> list[bytes | None]:
+        """Return what a page holds."""
         return self.pages.setdefault(number, [None] * PAGE)
 
     def hello(self) -> Hello:
@@ -103,7 +104,7 @@ class Rank:
         )
 
     def take(self, orders: Orders) -> None:
-        """What a worker does before its forward."""
+        """Do what a worker does before its forward."""
         if orders.resets > self.resets:
             self.resets = orders.resets
             self.stored.clear()
@@ -129,7 +130,7 @@ class Rank:
         self.ending += orders.ends
 
     def after_forward(self, orders: Orders) -> None:
-        """What a worker does once the step is computed."""
+        """Do what a worker does once the step is computed."""
         for save in orders.saves:
             held = [entry for number in save.pages for entry in self.page(number)]
             self.puts[save.save] = (save, held)
@@ -177,7 +178,7 @@ class Rank:
         self.moved[digest] = ()
 
     def report(self) -> RankReport | None:
-        """What a worker reports after a step."""
+        """Return what a worker reports after a step."""
         busy = {restore for restore, _ in self.loads}
         ended = tuple(number for number in self.ending if number not in busy)
         self.ending = [number for number in self.ending if number in busy]
@@ -229,6 +230,7 @@ class Rig:
     ) -> None:
         self.now = 100.0
         self.ahead = ahead
+        self.plain = plain
         name = "HybridAsyncScheduler" if ahead else "HybridScheduler"
         scheduling = SchedulerConfig(
             max_num_seqs=8,
@@ -315,6 +317,7 @@ class Rig:
     # -- what tests do
 
     def add(self, tokens: list[int], answer: int = 4, salt: str | None = None) -> str:
+        """Queue a request; return its name."""
         self._names += 1
         name = f"r{self._names}"
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
@@ -333,6 +336,7 @@ class Rig:
         return name
 
     def keys(self, tokens: list[int]) -> kvtier.BlockKeys:
+        """Return the keys of a prompt."""
         return kvtier.BlockKeys.of(self.ranks[0].spec, tokens)
 
     def put(self, tokens: list[int], blocks: Any, tier: Tier = Tier.SSD) -> None:
@@ -366,6 +370,7 @@ class Rig:
             self._process()
 
     def abort(self, name: str) -> None:
+        """Abort a request."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.finished.add(name)
 
@@ -384,14 +389,13 @@ class Rig:
                 if chance is None or chance.random() < 0.5:
                     rank.release(number, keep=chance is None or chance.random() >= fail)
 
-    def run(self, steps_max: int = 2000, land: bool = True) -> None:
+    def run(self, steps_max: int = 2000) -> None:
         """Step until nothing is left to do."""
         for _ in range(steps_max):
             if not self.scheduler.has_requests() and not self.out:
                 break
             self.step()
-            if land:
-                self.land()
+            self.land()
         else:
             raise AssertionError(f"not over after {steps_max} steps")
 
@@ -410,6 +414,7 @@ class Rig:
         assert not any(rank.loads or rank.puts for rank in self.ranks)
 
     def tokens_of(self, name: str) -> list[int]:
+        """Return a prompt and its answer."""
         return self.prompts[name] + self.answers[name]
 
     # -- the ranks' side of a step

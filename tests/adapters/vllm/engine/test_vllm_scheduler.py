@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from scheduler_rig import BLOCK, PAGE, Rig
@@ -21,7 +21,8 @@ WAYS = [
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    chance = random.Random(seed)
+    """Return token ids that share nothing with those of another seed."""
+    chance = random.Random(seed)  # noqa: S311 - a test's
     return [chance.randrange(50) for _ in range(tokens)]
 
 
@@ -118,7 +119,7 @@ def test_a_block_held_in_part_is_computed(tiny: Path) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("steps", range(5))
 def test_an_abort_gives_its_pages_back_when_its_loads_are_over(
-    tiny: Path, ahead: bool, steps: int
+    tiny: Path, ahead: Any, steps: int
 ) -> None:
     """Nothing is freed under a load, and nothing is kept after it."""
     rig = Rig(tiny, ahead=ahead)
@@ -197,7 +198,7 @@ def test_any_traffic_is_answered_right(tiny: Path, way: dict[str, object], seed:
 
     Nothing is read that is not there, written where something else goes, or kept for ever.
     """
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311 - a test's
     rig = Rig(
         tiny,
         **way,
@@ -211,29 +212,32 @@ def test_any_traffic_is_answered_right(tiny: Path, way: dict[str, object], seed:
     for tokens in families:
         blocks = [b for b in range(9) if chance.random() < chance.choice([0.3, 0.9])]
         rig.put(tokens, blocks, chance.choice([Tier.SSD, Tier.HOST]))
-    names: list[str] = []
     for _ in range(120):
-        deed = chance.random()
-        if deed < 0.1 and len(names) < 25:
-            tokens = chance.choice(families)[: chance.choice([20, 33, 64, 100, 140])]
-            tail = prompt(chance.randrange(9), chance.randrange(1, 9))
-            names.append(rig.add(tokens + tail, answer=chance.choice([1, 2, 6, 20])))
-        elif deed < 0.13 and names:
-            rig.abort(chance.choice(names))
-        elif deed < 0.16:
-            for rank in rig.ranks:
-                if rank.stored and chance.random() < 0.7:
-                    rank.lose(chance.choice(list(rank.stored)))
-        elif deed < 0.17:
-            if way.get("ahead"):
-                rig.drain()  # vLLM itself raises while steps are out
-            rig.scheduler.reset_prefix_cache(
-                reset_running_requests=not way.get("plain") and chance.random() < 0.5,
-                reset_connector=chance.random() < 0.5,
-            )
-        elif deed < 0.5:
-            rig.land(chance, fail=0.1)
-        else:
-            rig.step(chance.choice([0.001, 0.01, 0.05]))
+        happen(rig, chance, families)
     rig.run()
     rig.check()
+
+
+def happen(rig: Rig, chance: random.Random, families: list[list[int]]) -> None:
+    """Let one thing happen."""
+    deed = chance.random()
+    if deed < 0.1 and len(rig.prompts) < 25:
+        tokens = chance.choice(families)[: chance.choice([20, 33, 64, 100, 140])]
+        tail = prompt(chance.randrange(9), chance.randrange(1, 9))
+        rig.add(tokens + tail, answer=chance.choice([1, 2, 6, 20]))
+    elif deed < 0.13 and rig.prompts:
+        rig.abort(chance.choice(list(rig.prompts)))
+    elif deed < 0.16:
+        for rank in rig.ranks:
+            if rank.stored and chance.random() < 0.7:
+                rank.lose(chance.choice(list(rank.stored)))
+    elif deed < 0.17:
+        rig.drain()  # vLLM itself raises while steps are out
+        rig.scheduler.reset_prefix_cache(
+            reset_running_requests=not rig.plain and chance.random() < 0.5,
+            reset_connector=chance.random() < 0.5,
+        )
+    elif deed < 0.5:
+        rig.land(chance, fail=0.1)
+    else:
+        rig.step(chance.choice([0.001, 0.01, 0.05]))
