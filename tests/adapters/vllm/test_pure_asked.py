@@ -10,7 +10,9 @@ from kvtier_vllm.two_step import head_params
 
 def test_a_heads_request_is_understood() -> None:
     """What ``two_step`` sends is what the connector reads."""
-    assert asked_of(head_params([1, 2, 3]), tokens_max=3) == Asked(restore=False, prefetch=(1, 2, 3))
+    assert asked_of(head_params([1, 2, 3]), tokens_max=3) == Asked(
+        restore=False, prefetch=(1, 2, 3)
+    )
 
 
 @pytest.mark.parametrize(
