@@ -127,11 +127,6 @@ class Engine:
 
         return get_kv_transfer_group()
 
-    @property
-    def model(self) -> Any:
-        """The model that computes."""
-        return self.core.model_executor.driver_worker.model_runner.get_model()
-
     def add(
         self, tokens: Sequence[int], *, answer: int = 4, salt: str | None = None, lora: Any = None
     ) -> str:
