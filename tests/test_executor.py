@@ -580,7 +580,7 @@ def test_moves_outside_the_table_raise(state: BlockState, what: str) -> None:
 def test_loads_in_flight_cover_the_time_between_two_answers(cover_s: float, expected: int) -> None:
     """An engine that hears of loads only every so often has as many under way as that takes."""
     costs = costs_of(50.0, ssd_s=0.1)
-    planned = plan(residency_of([SSD] * 20), costs)
+    planned = plan(residency_of([None, *[SSD] * 20]), costs)  # beside a compute front
     state = begin(planned, costs, loads_inflight_max=8, cover_s=cover_s)
     state, actions = advance(state, Begin(0.0))
     assert sum(isinstance(action, StartLoad) for action in actions) == expected

@@ -573,7 +573,8 @@ def test_damaged_blocks_are_reported_and_not_counted(tmp_path: Path) -> None:
         "--corrupt", "6", "--clients", "2", "--dir", str(tmp_path / "d"), "--json", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    (row,) = json.loads(out.read_text())["results"]
+    row, said = json.loads(out.read_text())["results"]
+    assert said["text"].split() == done.stdout.split()[-len(said["text"].split()) :]
     assert row["damaged_blocks"] == 6
     assert row["failed_blocks"] >= 6
     assert row["right_blocks"] + row["failed_blocks"] <= row["asked_blocks"]

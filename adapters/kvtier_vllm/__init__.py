@@ -7,8 +7,8 @@
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"path": "/nvme/kvtier", "host_bytes": "32GiB"}}'
 
-What faces the engine imports vLLM (``connector``, ``scheduler``, ``contract``, ``facts``, ``pages``,
-``identity``, ``stats``, ``events``); what decides (``coordinator``, ``restores``, ``saves``,
+What faces the engine imports vLLM (``connector``, ``scheduler``, ``contract``, ``facts``,
+``pages``, ``identity``, ``stats``, ``events``); what decides (``coordinator``, ``restores``, ``saves``,
 ``planning``, ``mirror``) and what moves (``worker``, ``slots``, ``weights``) does not.
 """
 
