@@ -18,8 +18,8 @@ MODULES = sorted(
 PUBLIC = {
     "PENDING", "BlockKeys", "BlockLayout", "CatalogChanges", "CostModel", "FormatError",
     "KVSlots", "KVSpec", "KVTierError", "LinkThrottle", "Loads", "Prefetch", "PurgeResult",
-    "PutResult", "Residency", "RestorePlan", "RestoreReport", "RestoreSession", "Retention", "SpecMismatch",
-    "Step", "Store",
+    "PutResult", "Residency", "RestorePlan", "RestoreReport", "RestoreSession", "Retention",
+    "SpecMismatch", "Step", "Store",
     "StoreClosed", "StoreConfig", "StoreFailed", "StoreLocked", "StoreReader", "TensorSlots",
     "Tier", "Trace", "TraceEvent", "Transfer", "TransferFailed", "UnsupportedModel", "open",
     "open_reader", "plan", "plan_batch",

@@ -8,8 +8,8 @@
         "kv_connector_extra_config": {"path": "/nvme/kvtier", "host_bytes": "32GiB"}}'
 
 What faces the engine imports vLLM (``connector``, ``scheduler``, ``contract``, ``facts``,
-``pages``, ``identity``, ``stats``, ``events``); what decides (``coordinator``, ``restores``, ``saves``,
-``planning``, ``mirror``) and what moves (``worker``, ``slots``, ``weights``) does not.
+``pages``, ``identity``, ``stats``, ``events``); what decides (``coordinator``, ``restores``,
+``saves``, ``planning``, ``mirror``) and what moves (``worker``, ``slots``, ``weights``) does not.
 """
 
 from __future__ import annotations
