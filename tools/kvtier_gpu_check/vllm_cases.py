@@ -113,15 +113,15 @@ def equality(runner: str, place: Place) -> dict[str, Any]:
         for wanted, got in zip(fresh, served, strict=True):
             assert got.tokens == wanted.tokens, f"{way}: other tokens than a fresh prompt's"
         found[f"{way}_loaded"] = loaded(counts)
-        found[f"{way}_recomputed"] = counts.get('prompt_blocks{source="recomputed"}', 0)
+        found[f"{way}_recomputed"] = counts.get('restored_blocks{by="recomputed"}', 0)
     assert found["load_loaded"] > 0, "nothing was loaded"
     assert found["hybrid_recomputed"] > 0, "nothing was recomputed while the rest loaded"
     return {**found, **{name: started[name] for name in ("vllm", "scheduler", "async_scheduling")}}
 
 
 def loaded(counts: Mapping[str, float]) -> float:
-    """Return how many blocks came from host memory or the SSD."""
-    return sum(counts.get(f'prompt_blocks{{source="{tier}"}}', 0) for tier in ("host", "ssd"))
+    """Return how many blocks restores loaded."""
+    return counts.get('restored_blocks{by="loaded"}', 0)
 
 
 def restore_8b(place: Place) -> dict[str, Any]:

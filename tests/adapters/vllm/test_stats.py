@@ -87,8 +87,13 @@ def test_the_log_line_has_one_number_for_each_name() -> None:
 
 def test_multi_connector_can_rebuild_the_statistics_of_a_child() -> None:
     """It looks the class up by name, even if the configuration names its module."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     register()
     register()
-    assert "KVTierConnector" in KVConnectorFactory._registry
+    data = {"KVTierConnector": {"load_failures": 2}}
+    rebuilt = MultiConnector.build_kv_connector_stats(data)
+    assert rebuilt is not None
+    child = rebuilt.data["KVTierConnector"]
+    assert isinstance(child, KVTierStats)
+    assert child.data == {"load_failures": 2}
