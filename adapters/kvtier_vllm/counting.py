@@ -29,8 +29,9 @@ def count_sources(tally: Tally, tracked: Tracked, planned: Restore | None, mirro
 
 def count_restore(tally: Tally, restore: Restore, seconds: float) -> None:
     """Count a restore of which everything is in place."""
-    way = "hybrid" if restore.loaded and restore.plan.recompute else "load"
-    tally.add(f"restores_{way if restore.loaded else 'recompute'}")
+    recomputed = len(restore.plan.hashes) - restore.plan.resident - restore.loaded
+    way = "hybrid" if restore.loaded and recomputed else "load" if restore.loaded else "recompute"
+    tally.add(f"restores_{way}")
     count_blocks(tally, restore)
     tally.observe("restore_seconds", seconds)
     if restore.plan.predicted.planned > 0:
