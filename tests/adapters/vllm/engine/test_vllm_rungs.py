@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_harness import BLOCK, engine, prompt, transfer
+import pytest
+from vllm_harness import BLOCK, engine, prompt, scatter, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,17 +14,33 @@ if TYPE_CHECKING:
     Expected = Mapping[tuple[int, ...], tuple[int, ...]]
 
 
-def test_without_the_scheduler_class_it_loads(
-    tiny: Path, expected: Expected, tmp_path: Path
+HYBRID = "kvtier_vllm.scheduler.HybridScheduler"
+PROMPT = prompt(1, 1300)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "extra"), [(None, {}), (HYBRID, {"hybrid": False})], ids=["vllm's", "ours"]
+)
+def test_plain_loads(
+    tiny: Path, expected: Expected, tmp_path: Path, scheduler: str | None, extra: dict[str, Any]
 ) -> None:
-    """Under vLLM's own scheduler restores load and compute nothing; all is given back."""
-    tokens = prompt(1, 1300)
-    with engine(tiny, transfer(tmp_path)) as llm:
-        assert type(llm.scheduler).__module__.startswith("vllm.")
-        assert llm.run(tokens, answer=8)[0].cached == 0
+    """Without the scheduler class, or where it is told not to, restores load and compute nothing.
+
+    All is given back, and of a prompt with a hole the blocks before it are loaded.
+    """
+    path = tmp_path / "whole"
+    with engine(tiny, transfer(path, **extra), scheduler=scheduler) as llm:
+        assert llm.run(PROMPT, answer=8)[0].cached == 0
         llm.forget()
-        both = llm.run(tokens, tokens[:1000], answer=8)
+        both = llm.run(PROMPT, PROMPT[:1000], answer=8)
         llm.assert_pool_free()
-    assert [one.tokens for one in both] == [expected[tuple(tokens)], expected[tuple(tokens[:1000])]]
+    assert [one.tokens for one in both] == [expected[tuple(PROMPT)], expected[tuple(PROMPT[:1000])]]
     assert both[0].cached == 5 * BLOCK
     assert both[1].cached >= 3 * BLOCK  # from the store, or from the engine's cache after the first
+
+    scatter(path, tmp_path / "hole", PROMPT, [0, 1, 3, 4])
+    with engine(tiny, transfer(tmp_path / "hole", **extra), scheduler=scheduler) as llm:
+        answer = llm.run(PROMPT, answer=8)[0]
+        llm.assert_pool_free()
+    assert answer.tokens == expected[tuple(PROMPT)]
+    assert answer.cached == 2 * BLOCK
