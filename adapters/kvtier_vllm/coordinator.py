@@ -147,7 +147,8 @@ class Coordinator:
             return 0, False
         if self._defers(tracked, planned, now):
             return None, False
-        return (planned.end - local, True) if planned.waits else (0, False)
+        planned.claimed = planned.end - local if planned.waits else 0
+        return planned.claimed, planned.claimed > 0
 
     def admitted(self, request_id: str) -> None:
         """Begin the restore that was planned: the engine has given the request its pages."""
