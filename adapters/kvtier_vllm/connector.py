@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_vllm import facts
 from kvtier_vllm.contract import Rung, rung
@@ -79,6 +80,8 @@ class StoreHello(KVConnectorHandshakeMetadata):
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """Restores prompts from a kvtier store and stores what was computed."""
+
+    _cache_hit_source = CacheHitSource.DISK
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

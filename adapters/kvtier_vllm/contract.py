@@ -83,6 +83,7 @@ ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
         "kv_cache_manager",
         "kv_holding_waiting",
         "prev_step_scheduled_req_ids",
+        "connector_prefix_cache_stats",
         "requests",
         "reset_preempted_req_ids",
         "running",

@@ -12,48 +12,38 @@ does, in its order, and knows nothing of vLLM.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
+from kvtier_vllm.announcing import Announcements, Silence
 from kvtier_vllm.asked import NOTHING_ASKED, Asked
 from kvtier_vllm.counting import count_blocks, count_restore, count_sources, note_cached
 from kvtier_vllm.hints import Hints
 from kvtier_vllm.holds import Holds, Pages
 from kvtier_vllm.messages import Orders
 from kvtier_vllm.mirror import Mirror
+from kvtier_vllm.plain import settled
 from kvtier_vllm.planning import Limits, plan_restore
 from kvtier_vllm.restores import Restores
 from kvtier_vllm.saves import Saves
 from kvtier_vllm.steps import Steps
 from kvtier_vllm.tally import Tally
 from kvtier_vllm.tracked import Tracked
+from kvtier_vllm.trust import Trust
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from kvtier import BlockKeys, CatalogChanges, Tier
+    from kvtier import Tier
     from kvtier_vllm.messages import Hello, RankReport
     from kvtier_vllm.restore import Restore
     from kvtier_vllm.tracked import EngineRequest
 
-__all__ = ["DEFER_S_MAX", "Announcements", "Coordinator"]
+__all__ = ["DEFER_S_MAX", "Coordinator"]
 
 DEFER_S_MAX: Final = 60.0
 """A request waits so long for another one's restore to bring its blocks, then plans its own."""
 PLAN_KEPT_S_MAX: Final = 0.1
 """A request for which there is no room keeps its plan so long, instead of a new one each step."""
-
-
-class Announcements(Protocol):
-    """Who tells others what is stored."""
-
-    def note(self, request: Any, hashes: Sequence[bytes], blocks: Iterable[int]) -> None:
-        """Take in that a request holds blocks of a prompt with these hashes."""
-
-    def moved(self, hashes: Iterable[bytes]) -> None:
-        """Take in that blocks may be stored elsewhere by now."""
-
-    def cleared(self) -> None:
-        """Take in that nothing is stored any more."""
 
 
 class Coordinator:
@@ -81,14 +71,11 @@ class Coordinator:
         self._hints = Hints()
         self._steps = Steps(clock)
         self._requests: dict[str, Tracked] = {}
-        self._arrivals: list[Tracked] = []
         self._resets = 0
         self._received: list[str] = []
         self._spare: Callable[[], int] | None = None
-        self._events: Announcements | None = None
-        self._cache_cleared = True
-        self._suspect = False
-        self._changed = False
+        self._events: Announcements = Silence()
+        self._trust = Trust(say)
         self._introduced = False
 
     # -- whom it works with
@@ -112,10 +99,12 @@ class Coordinator:
 
     def hello(self, hello: Hello) -> None:
         """Take a rank's account of its store, and its weights."""
-        self._changed |= self._mirror.hello(hello)
-        self._moved(hello.stored)
-        if self._mirror.ready and self._changed:
-            self._weights_changed()
+        changed = self._mirror.hello(hello)
+        self._events.moved([digest for _, digest, _ in hello.stored.blocks])
+        if self._trust.changed(changed, self._mirror):
+            for tracked in self._requests.values():
+                tracked.forget_keys()
+                tracked.stale = tracked.request.num_computed_tokens > 0
         if self._mirror.ready and not self._introduced:
             self._introduced = True
             spec = self._mirror.spec
@@ -139,7 +128,7 @@ class Coordinator:
         """Follow a request; ``refused``: why it is neither restored nor saved."""
         tracked = Tracked(request, tenant, adapter, refused, asked)
         self._requests[request.request_id] = tracked
-        self._arrivals.append(tracked)
+        self._wait(tracked)
 
     def lookup(self, request_id: str, local: int) -> tuple[int | None, bool]:
         """Plan a request of which the engine holds ``local`` tokens.
@@ -157,9 +146,9 @@ class Coordinator:
         if planned is None:
             return 0, False
         if self._defers(tracked, planned, now):
-            tracked.planned = None
             return None, False
-        return (planned.end - local, True) if planned.waits else (0, False)
+        planned.claimed = planned.end - local if planned.waits else 0
+        return planned.claimed, planned.claimed > 0
 
     def admitted(self, request_id: str) -> None:
         """Begin the restore that was planned: the engine has given the request its pages."""
@@ -169,7 +158,8 @@ class Coordinator:
         tracked.admitted = True
         if not tracked.asked.prefetch:
             self._hints.take_back(request_id)
-        self._note(tracked)
+        if tracked.keys is not None:  # blocks that were stored before can be announced now
+            self._events.note(tracked.request, tracked.keys.hashes, range(len(tracked.keys)))
         planned, tracked.planned = tracked.planned, None
         count_sources(self.tally, tracked, planned, self._mirror)
         if planned is not None and self._give_pages(planned):
@@ -182,7 +172,7 @@ class Coordinator:
         if tracked is None:
             return
         self._leave(tracked)
-        self._arrivals.append(tracked)  # it waits once more
+        self._wait(tracked)
         tracked.admitted = False
         tracked.saved = 0
         tracked.stale = False  # it will be computed anew, under the weights as they are
@@ -231,10 +221,8 @@ class Coordinator:
     def cap(self, request_id: str) -> int | None:
         """Return the token that a request's prefill must not pass; None if there is none."""
         tracked = self._requests.get(request_id)
-        if tracked is None:
-            return None
-        restore = tracked.restore or tracked.planned
-        return None if restore is None else restore.cap
+        restore = tracked and (tracked.restore or tracked.planned)
+        return restore.cap if restore else None
 
     def now(self) -> float:
         """Return the time, on the clock of everything in here."""
@@ -250,7 +238,8 @@ class Coordinator:
                 self._save(tracked, min(start + tokens, known))
                 chunks.append((start, tokens))
         self._steps.began(chunks, loading=bool(self._restores))
-        self._hint_waiting()
+        if self._mirror.ready:
+            self._hints.give(self._mirror)
         loads, cancels, ends = self._restores.orders()
         hints, unhints = self._hints.orders()
         return Orders(
@@ -272,7 +261,7 @@ class Coordinator:
             self.reset()
         if report.changes is not None:
             self._mirror.changed(rank, report.changes)
-            self._moved(report.changes)
+            self._events.moved([digest for _, digest, _ in report.changes.blocks])
         if report.costs is not None:
             self._mirror.recosted(rank, report.costs)
         self.tally.rank(rank, report.stats)
@@ -281,7 +270,7 @@ class Coordinator:
             self.tally.add("save_blocks_released", self._saves.released(rank, number))
 
     def step_done(self) -> None:
-        """Note that the output of the oldest step that is out has been processed."""
+        """Note that the oldest step that is out has been processed."""
         self._steps.ended(loading=bool(self._restores))
 
     def received(self) -> list[str]:
@@ -291,7 +280,9 @@ class Coordinator:
         """
         if not self.limits.hybrid:
             for request, restore in self.restores():
-                self._settle_plain(request, restore)
+                if settled(request, restore, self._holds.engine, self._clock()):
+                    self._received.append(request.request_id)
+                    self.over(request.request_id)
         received, self._received = self._received, []
         return received + self._restores.take_owed()
 
@@ -314,61 +305,40 @@ class Coordinator:
         self._resets += 1
         self.tally.add("cache_resets")
         self._mirror.reset(self._resets)
-        if self._events is not None:
-            self._events.cleared()
-        self._cache_cleared = self._holds.engine.prefix_cache_empty
+        self._events.cleared()
+        self._trust.reset(self._holds.engine)
         self._saves.forget_queued()
         now = self._clock()
         for tracked in self._requests.values():
-            tracked.keys = tracked.planned = None
+            tracked.forget_keys()
             if tracked.restore is not None:
                 tracked.restore.expire(now)
 
     def cleared(self) -> None:
         """Note that the engine's own prefix cache was emptied."""
-        self._suspect = False
+        self._trust.cleared()
 
     def lent(self) -> Any:
         """Hold no page within this scope, so that the engine may empty its prefix cache."""
         return self._holds.lent()
 
-    def _weights_changed(self) -> None:
-        """Keep what was computed under other weights from being stored under these."""
-        for tracked in self._requests.values():
-            tracked.keys = tracked.planned = None
-            tracked.stale = tracked.request.num_computed_tokens > 0
-        if not self._cache_cleared and not self._suspect:
-            self._suspect = True
-            self._say(
-                "kvtier: the weights changed, but vLLM's own prefix cache was not emptied: nothing "
-                "is stored or restored until reset_prefix_cache() succeeds"
-            )
-        self._changed = False
-        self._cache_cleared = False  # of what comes from now on, until it is reset again
-
     # -- inside
-
-    @property
-    def _page_tokens(self) -> int:
-        return self.limits.page_tokens
 
     @property
     def _pages_per_block(self) -> int:
         return self._mirror.spec.block_tokens // self.limits.page_tokens
 
-    def _keys(self, tracked: Tracked) -> BlockKeys | None:
-        """Return the keys of all known tokens; None where nothing may be looked up."""
-        if tracked.refused or not self._mirror.ready:
-            return None
-        return tracked.known_keys(self._mirror.spec)
+    def _wait(self, tracked: Tracked) -> None:
+        if self.limits.restore and not tracked.refused:
+            self._hints.wait(tracked)
 
     def _plan(self, tracked: Tracked, now: float) -> Restore | None:
-        keys = self._keys(tracked) if self.limits.restore and not self._suspect else None
-        if keys is None:
+        doubt = tracked.refused or self._trust.suspect
+        if doubt or not (self.limits.restore and self._mirror.ready):
             return None
         planned = plan_restore(
             tracked.request,
-            keys,
+            tracked.known_keys(self._mirror.spec),
             tracked.local,
             limits=self.limits,
             mirror=self._mirror,
@@ -401,16 +371,13 @@ class Coordinator:
     def _give_pages(self, planned: Restore) -> bool:
         """Give the request pages for all that is restored; False if others count on them."""
         engine = self._holds.engine
-        missing = planned.end // self._page_tokens - len(engine.of(planned.request_id))
-        if missing <= 0:
-            return True
-        if self._spare is None or missing > self._spare():
-            return False
-        return engine.extend(planned.request_id, planned.end)
+        missing = planned.end // self.limits.page_tokens - len(engine.of(planned.request_id))
+        spare = 0 if self._spare is None else self._spare()
+        return missing <= max(spare, 0) and engine.extend(planned.request_id, planned.end)
 
     def _save(self, tracked: Tracked, done: int) -> None:
         """Order saves of a request's blocks that are full at ``done`` tokens and not stored."""
-        if not self.limits.save or tracked.stale or self._suspect or tracked.refused:
+        if not self.limits.save or tracked.stale or self._trust.suspect or tracked.refused:
             return
         if not self._mirror.ready or done // self._mirror.spec.block_tokens <= tracked.saved:
             return
@@ -423,8 +390,7 @@ class Coordinator:
             self._holds.engine.of(tracked.request.request_id),
             self._pages_per_block,
         )
-        if self._events is not None:
-            self._events.note(tracked.request, keys.hashes, blocks)
+        self._events.note(tracked.request, keys.hashes, blocks)
 
     def _leave(self, tracked: Tracked, *, owes: bool = False) -> None:
         restore, tracked.restore, tracked.planned = tracked.restore, None, None
@@ -432,42 +398,3 @@ class Coordinator:
             self.tally.add("restores_left")
             count_blocks(self.tally, restore)
             self._restores.end(restore, owes=owes)
-
-    def _settle_plain(self, request: EngineRequest, restore: Restore) -> None:
-        """Let a request go on once its plain load is over, as far as that came."""
-        now = self._clock()
-        restore.woke(now)
-        if restore.failed and not restore.finished:
-            restore.expire(now)  # the rest is recomputed: nothing may load over it
-        if restore.loads_under_way or restore.waits:
-            return
-        request.num_computed_tokens = restore.position
-        if not restore.position:
-            # The engine looks such a request up again, as a new one.
-            self._holds.engine.give_up(request.request_id)
-        self._received.append(request.request_id)
-        self.over(request.request_id)
-
-    def _hint_waiting(self) -> None:
-        """Have what is stored of waiting requests promoted; each is looked at once."""
-        waiting, self._arrivals = self._arrivals, []
-        for index, tracked in enumerate(waiting):
-            if self._hints.full:
-                self._arrivals = waiting[index:]
-                return
-            request_id, wanted = tracked.request.request_id, tracked.asked.prefetch
-            waits = self._requests.get(request_id) is tracked and (wanted or not tracked.admitted)
-            keys = self._keys(tracked) if waits and self.limits.restore else None
-            if keys is not None and wanted:
-                keys = tracked.keys_of(self._mirror.spec, wanted)
-            if keys is not None:
-                self._hints.give(request_id, keys, self._mirror)
-
-    def _moved(self, changes: CatalogChanges) -> None:
-        if self._events is not None:
-            self._events.moved([digest for _, digest, _ in changes.blocks])
-
-    def _note(self, tracked: Tracked) -> None:
-        """Let blocks that were stored before be announced, now that a request names them."""
-        if self._events is not None and tracked.keys is not None:
-            self._events.note(tracked.request, tracked.keys.hashes, range(len(tracked.keys)))

@@ -56,6 +56,8 @@ class Restore:
         self.plan = plan
         self.begun = now
         self.number = -1
+        self.claimed = 0
+        """Tokens of which the engine was told at admission that they are loaded."""
         self.loaded = 0
         self.failed = 0
         """Loads that came to nothing and that nobody stopped."""

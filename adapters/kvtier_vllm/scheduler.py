@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtier_vllm.coordinator import Coordinator
+    from kvtier_vllm.restore import Restore
 else:
     _Steps = object  # the overrides are mixed into either of vLLM's schedulers
 
-__all__ = ["HybridAsyncScheduler", "HybridScheduler", "HybridSteps"]
+__all__ = ["SOURCE", "HybridAsyncScheduler", "HybridScheduler", "HybridSteps"]
+
+SOURCE = CacheHitSource.DISK
+"""As what the engine's own counters know hits; which tier they were in is in kvtier's."""
 
 
 class HybridSteps(_Steps):
@@ -67,6 +72,7 @@ class HybridSteps(_Steps):
                 request.num_computed_tokens = restore.position
                 self.finished_recving_kv_req_ids.add(request.request_id)
             if restore.finished:
+                self._count_hits(restore)
                 self._tiers.over(request.request_id)
         return super().schedule(throttle_prefills)
 
@@ -124,6 +130,14 @@ class HybridSteps(_Steps):
         if done:
             self._tiers.cleared()
         return bool(done)
+
+    def _count_hits(self, restore: Restore) -> None:
+        """Count as hits what was loaded beyond what the engine was told at admission."""
+        stats = self.connector_prefix_cache_stats
+        more = restore.loaded * restore.plan.block_tokens - restore.claimed
+        if stats is not None and more > 0:
+            stats.hits += more
+            stats.hits_by_source[SOURCE] = stats.hits_by_source.get(SOURCE, 0) + more
 
     def _spare_pages(self) -> int:
         """Return how many pages no prefill that is under way counts on."""

@@ -64,6 +64,10 @@ class Tracked:
         self.keys = keys
         return keys
 
+    def forget_keys(self) -> None:
+        """Hash anew, and plan anew: what was known is of other weights, or is not stored now."""
+        self.keys = self.planned = None
+
     def keys_of(self, spec: KVSpec, tokens: Sequence[int]) -> BlockKeys:
         """Return the keys of other tokens, for the same client and adapter."""
         return BlockKeys.of(spec, list(tokens), tenant=self.tenant, adapter=self.adapter)

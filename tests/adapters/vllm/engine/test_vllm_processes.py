@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from vllm_harness import BLOCK, engine, equal_link, prompt, stored, transfer
 from vllm_process import Remote
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     Expected = Mapping[tuple[int, ...], tuple[int, ...]]
 
 HYBRID = "kvtier_vllm.scheduler.HybridScheduler"
+pytestmark = pytest.mark.timeout(900)  # three ranks start slowly on two cores
 
 
 def test_three_ranks_restore_alike(tiny: Path, expected: Expected, tmp_path: Path) -> None:

@@ -191,6 +191,21 @@ def test_what_was_computed_by_other_weights_is_not_stored(tiny: Path) -> None:
     assert rig.ranks[0].stored
 
 
+@pytest.mark.parametrize("gaps", [[], [0], [0, 3]])
+def test_the_engine_counts_what_was_loaded_as_hits(tiny: Path, gaps: list[int]) -> None:
+    """However a restore began, vLLM's own counters know every token that was loaded."""
+    rig = Rig(tiny, load_s=1e-6)
+    tokens = prompt(14, 6 * BLOCK + 1)
+    rig.put(tokens, [block for block in range(6) if block not in gaps])
+    rig.add(tokens)
+    stats = rig.scheduler.connector_prefix_cache_stats
+    rig.scheduler.make_stats = lambda *args, **kwargs: None  # it starts the counts anew
+    rig.run()
+    rig.check()
+    assert stats.hits == (6 - len(gaps)) * BLOCK
+    assert sum(stats.hits_by_source.values()) == stats.hits
+
+
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("way", [*WAYS, pytest.param({"plain": True}, id="plain")])
 def test_any_traffic_is_answered_right(tiny: Path, way: dict[str, object], seed: int) -> None:
