@@ -8,8 +8,8 @@ import pytest
 from vllm_harness import BLOCK, Engine, engine, equal_link, prompt, stored, transfer
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     Expected = Mapping[tuple[int, ...], tuple[int, ...]]
 
