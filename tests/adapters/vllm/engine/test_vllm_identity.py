@@ -123,5 +123,5 @@ def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
     )
     MistralForCausalLM(config).save_pretrained(tmp_path / "window")
     started = engine(tmp_path / "window", transfer(tmp_path / "kv"), scheduler=HYBRID)
-    with pytest.raises(Exception, match="[Ss]liding"), started:
+    with pytest.raises(Exception, match=r"[Ss]liding"), started:
         pass
