@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,17 @@ class Engine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
+def _quiet_llvm() -> None:
+    """Let an engine start after one with drafts did.
+
+    A start looks through the attributes of every module, and falls over the library object of
+    llvmlite, which invents any attribute that it is asked for; drafts are made with it.
+    """
+    loaded = sys.modules.get("llvmlite.binding.ffi")
+    if loaded is not None:
+        loaded.lib._fntab["__dict__"] = {}
+
+
 @contextlib.contextmanager
 def engine(
     model: Path | str, kv: dict[str, Any] | None = None, *, scheduler: str | None = None, **own: Any
@@ -228,6 +240,7 @@ def engine(
         usual["kv_transfer_config"] = KVTransferConfig(**kv)
         if scheduler is not None:
             usual["scheduler_cls"] = scheduler
+    _quiet_llvm()
     llm = LLM(model=str(model), **{**usual, **own})
     try:
         yield Engine(llm)
