@@ -51,9 +51,10 @@ def note_cached(tracked: Tracked, restore: Restore) -> None:
     """Tell the engine how much of the prompt it did not compute."""
     stats = tracked.request.prefill_stats
     if stats is not None and stats.num_prompt_tokens:
-        external = restore.loaded * restore.plan.block_tokens
+        # The last token is computed, whatever was loaded: an answer begins with it.
+        room = stats.num_prompt_tokens - 1 - tracked.local
         stats.set(
             num_prompt_tokens=stats.num_prompt_tokens,
             num_local_cached_tokens=tracked.local,
-            num_external_cached_tokens=min(external, stats.num_prompt_tokens - tracked.local),
+            num_external_cached_tokens=min(restore.loaded * restore.plan.block_tokens, room),
         )

@@ -71,12 +71,12 @@ def plan_restore(
     ``busy``: other requests that a second of compute delays. ``cover_s``: how much time the loads
     in flight must cover.
 
-    A block of which the engine holds some pages is recomputed: others may read those pages. One
-    token is left to compute.
+    A block of which the engine holds some pages is recomputed: others may read those pages. Of
+    a prompt that is restored as a whole vLLM computes the last token again, to sample from it.
     """
     tokens = keys.block_tokens
     resident = local // tokens
-    tiers = mirror.tiers(keys.hashes[: (prompt.num_tokens - 1) // tokens])
+    tiers = mirror.tiers(keys.hashes[: prompt.num_tokens // tokens])
     if local % tokens and resident < len(tiers):
         tiers[resident] = None
     if not limits.hybrid:

@@ -260,10 +260,9 @@ def planned(tokens: list[int], stored: list[int], local: int = 0, **changes: Any
     )
 
 
-def test_one_token_is_left_to_compute() -> None:
-    """Of a prompt that is stored to its last token, the last block is not restored."""
-    exactly = planned(tokens_of(1, 3 * BLOCK), [0, 1, 2])
-    assert exactly.end == 2 * BLOCK
+def test_a_prompt_of_whole_blocks_is_restored_as_a_whole() -> None:
+    """The engine computes its last token again, and no more; what is not full is not restored."""
+    assert planned(tokens_of(1, 3 * BLOCK), [0, 1, 2]).end == 3 * BLOCK
     assert planned(tokens_of(1, 3 * BLOCK + 1), [0, 1, 2]).end == 3 * BLOCK
 
 
