@@ -97,8 +97,7 @@ def ours(subject: Subject, folder: Path) -> Iterator[Ours]:
 
 def damage(subject: Subject, folder: Path) -> str:
     """Spoil a store's segments as the rivals' files; returns what a read made of it."""
-    logging.getLogger("kvtier").setLevel(logging.ERROR)  # it says which blocks are damaged
-    with subject.open(folder / "damage", prompts=COLD_PROMPTS, host=0.0) as store:
+    with _unsaid(), subject.open(folder / "damage", prompts=COLD_PROMPTS, host=0.0) as store:
         keys = subject.put(store).detail["keys"]
         flip(os.fspath(segments(store)))
         drop_cache(segments(store))
@@ -108,3 +107,15 @@ def damage(subject: Subject, folder: Path) -> str:
         with store.restore(plan, into=subject.target) as session:
             step = session.next_step(WAIT_S_MAX)
         return "served" if step is None else "a miss"
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """Keep warnings of damaged blocks, which are meant here, from the terminal."""
+    log = logging.getLogger("kvtier")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,14 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_found() -> Iterator[None]:
+    """Fail the test that silences kvtier, not the later ones that wait for a message."""
+    before = logging.getLogger("kvtier").level, logging.root.manager.disable
+    yield
+    assert (logging.getLogger("kvtier").level, logging.root.manager.disable) == before
 
 
 @pytest.fixture
