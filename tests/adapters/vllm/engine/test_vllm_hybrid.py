@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from vllm_harness import BLOCK, Engine, engine, equal_link, prompt, smollm2, stored, transfer
+from vllm_harness import BLOCK, Engine, engine, equal_link, prompt, stored, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     Expected = Mapping[tuple[int, ...], tuple[int, ...]]
 
@@ -78,23 +78,3 @@ def test_two_requests_share_one_restore(llm: Engine, expected: Expected) -> None
     tokens = prompt(3, 1300)
     both = llm.run(tokens, tokens, answer=8)
     assert [one.tokens for one in both] == [expected[tuple(tokens)]] * 2
-
-
-def test_a_real_model_answers_the_same(tmp_path: Path) -> None:
-    """SmolLM2's answer about a text is the same whether computed, loaded, or both at once."""
-    from transformers import AutoTokenizer
-
-    text = (Path(__file__).parents[4] / "LICENSE").read_text()
-    tokens = AutoTokenizer.from_pretrained(smollm2())(text)["input_ids"][:1300]
-    with engine(smollm2(), transfer(tmp_path), scheduler=HYBRID) as llm:
-        computed = llm.run(tokens, answer=16)[0]
-        llm.forget()
-        loaded = llm.run(tokens, answer=16)[0]
-    assert (computed.cached, loaded.cached) == (0, 5 * BLOCK)
-    assert stored(tmp_path, tokens) == [0, 1, 2, 3, 4]
-    link = equal_link(tmp_path)
-    with engine(smollm2(), transfer(tmp_path, links={"ssd": link}), scheduler=HYBRID) as llm:
-        both = llm.run(tokens, answer=16)[0]
-        llm.assert_pool_free()
-    assert computed.tokens == loaded.tokens == both.tokens
-    assert 0 < both.cached < 5 * BLOCK
