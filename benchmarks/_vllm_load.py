@@ -35,6 +35,9 @@ def saving(bench: Bench, engines: Engines) -> None:
         "off_again": _mixed(engines, off, lengths),
     }
     pairs = 1 if bench.options.smoke else max(SAVING_PAIRS, bench.options.pairs)
+    if not bench.options.smoke:
+        for way in ways.values():
+            way()  # the first saves fill fresh pages and make the store's files
     with bench.progress("a mixed load, saved or not", len(ways) * pairs) as tick:
         trials = interleave(ways, pairs, tick, 1 if bench.options.smoke else ATTEMPTS_MAX)
     counts = on.counts()
