@@ -30,6 +30,7 @@ NOISE: Final = 0.05  # relative spread of a step's time that the fit takes for g
 OUTLIER_RATIO: Final = 3.0  # a step this far off its prediction counts a tenth
 OUTLIER_WEIGHT: Final = 0.1
 OUTLIERS_MAX: Final = 3
+PACE_CHANGE_MAX: Final = 100.0  # at once; where it was more, three more steps tell
 CALIBRATED_SAMPLES: Final = 2
 DRIFT: Final = np.array([0.005, 0.01, 0.005])  # of each term per step, relative to the largest
 THETA_MAX: Final = 1e6  # seconds; a record with more is not one of ours
@@ -158,7 +159,9 @@ class _Fit:
             self.covariance = np.diag(np.array([0.05, 1.0, 0.5]) * seconds / unit) ** 2
         predicted = float(self.theta @ x)
         weight = trust
-        ratio = seconds / max(predicted, SECONDS_MIN)
+        # As ``cost`` predicts: a term below zero may cancel the others out in a step of few tokens,
+        # and the ratio to next to nothing would say nothing about the pace.
+        ratio = seconds / max(float(np.maximum(self.theta, 0.0) @ x), SECONDS_MIN)
         if self.samples > CALIBRATED_SAMPLES and not 1 / OUTLIER_RATIO < ratio < OUTLIER_RATIO:
             weight *= OUTLIER_WEIGHT
             side = 1 if ratio > 1 else -1
@@ -178,6 +181,7 @@ class _Fit:
 
     def _change_pace(self, ratio: float) -> None:
         # So many in a row are no outliers: the device has another pace, in all its terms.
+        ratio = min(max(ratio, 1 / PACE_CHANGE_MAX), PACE_CHANGE_MAX)
         ratio = min(ratio, THETA_MAX / max(float(np.abs(self.theta).max()), SECONDS_MIN))
         self.theta = self.theta * ratio
         self.covariance = self._drifted(self.covariance * ratio**2)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier import CostModel, Tier
@@ -458,3 +458,25 @@ def test_whatever_was_learned_can_be_read_again(steps: list[tuple[float, float]]
     for _ in range(30):  # faster than predicted, while little is loaded
         profiler.computed(16, 16, 1e-5, 0.05)
     assert Profiler.from_record(profiler.to_record()).costs == profiler.costs
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 16), st.sampled_from([20, 64, 256, 512]), st.floats(1 / 8, 8)),
+        min_size=1,
+        max_size=16,
+    )
+)
+@example(  # a fit with a term below zero, and then a step of few tokens, which that cancels out
+    steps=[(0, 256, 6.0), (1, 256, 0.4), (2, 256, 0.5), (3, 256, 0.8), (4, 256, 1.1), (5, 20, 0.9)]
+)
+def test_noise_of_any_kind_stays_within_what_was_seen(steps: list[tuple[int, int, float]]) -> None:
+    """Steps up to eight times too fast or slow, of any sizes: a block is not predicted absurdly."""
+    truth = ComputeCost(0.05, 1.6e-3, 8e-7)
+    profiler = Profiler()
+    slowest = 0.0
+    for block, tokens, factor in steps:
+        seconds = truth.seconds(block * 256, tokens) * factor
+        profiler.computed(block * 256, tokens, seconds)
+        slowest = max(slowest, seconds * 256 / tokens)
+    assert profiler.costs.compute.seconds(0, 256) <= 10 * slowest

@@ -223,7 +223,9 @@ def engine(
     """Start an engine; without kv it is stock vLLM. It is taken down on the way out."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
 
+    assert not has_kv_transfer_group(), "a process has one connector: another engine is running"
     usual = {
         "dtype": "float32",
         "max_model_len": 4096,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_harness import BLOCK, engine, equal_link, smollm2, transfer
+from vllm_harness import BLOCK, engine, equal_link, smollm2, stored, transfer
 
 HYBRID = "kvtier_vllm.scheduler.HybridScheduler"
 
@@ -19,11 +19,11 @@ def test_a_real_model_answers_the_same(tmp_path: Path) -> None:
         computed = llm.run(tokens, answer=16)[0]
         llm.forget()
         loaded = llm.run(tokens, answer=16)[0]
+    assert (computed.cached, loaded.cached) == (0, 5 * BLOCK)
+    assert stored(tmp_path, tokens) == [0, 1, 2, 3, 4]
     link = equal_link(tmp_path)
     with engine(smollm2(), transfer(tmp_path, links={"ssd": link}), scheduler=HYBRID) as llm:
         both = llm.run(tokens, answer=16)[0]
         llm.assert_pool_free()
     assert computed.tokens == loaded.tokens == both.tokens
-    assert computed.cached == 0
-    assert loaded.cached == 5 * BLOCK
     assert 0 < both.cached < 5 * BLOCK
