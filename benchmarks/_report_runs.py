@@ -56,7 +56,7 @@ BENCHMARKS: Final = (
     Benchmark("inspector", 100, 600, disk=True),
     Benchmark("tracing", 30, 120),
     Benchmark("rivals", 420, 3600, disk=True, extras=("lmcache", "mooncake")),
-    Benchmark("vllm_ttft", 600, 3600, needs="vllm"),
+    Benchmark("vllm_ttft", 1500, 5400, needs="vllm"),
 )
 """In the order of what to know first: is it worth it here, what can the disk do, under load."""
 EXTRA_S: Final = 900.0
