@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,13 @@ def _logging_is_left_as_found() -> Iterator[None]:
     before = logging.getLogger("kvtier").level, logging.root.manager.disable
     yield
     assert (logging.getLogger("kvtier").level, logging.root.manager.disable) == before
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Any:
+    """Import modules as the benchmarks do: from their own folder."""
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -14,13 +13,6 @@ from report_results import FOLDER, ROOT, result
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import modules as the benchmarks do: from their own folder."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
 
 
 @pytest.fixture

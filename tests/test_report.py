@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 import subprocess
@@ -16,13 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HOSTILE = '<script>alert("x")</script>&$body${0}'
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import modules as the benchmarks do: from their own folder."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from report_results import (
     EVERY,
-    FOLDER,
     Outline,
     breakdown,
     cell,
@@ -23,13 +21,6 @@ from report_results import (
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import modules as the benchmarks do: from their own folder."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
 
 
 @pytest.fixture
