@@ -245,7 +245,11 @@ def flip(path: str | Path, offset: int, mask: int = 0xFF) -> None:
 
 
 def run_python(
-    code: str, *args: str, check: bool = True, flags: Sequence[str] = ()
+    code: str,
+    *args: str,
+    check: bool = True,
+    flags: Sequence[str] = (),
+    limit_s: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that can import ``support``."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -255,7 +259,7 @@ def run_python(
         check=check,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=limit_s,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
 

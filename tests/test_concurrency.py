@@ -438,7 +438,7 @@ def test_a_store_that_nobody_holds_is_closed(open_store: Open, store_path: str, 
 # -- forks
 
 FORKED = """
-import gc, logging, multiprocessing, os, random, signal, sys, threading, warnings
+import faulthandler, gc, logging, multiprocessing, os, random, signal, sys, threading, warnings
 import kvtier
 from support import *
 warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, from Python 3.12 on
@@ -451,7 +451,9 @@ put(store, keys)
 store.flush()
 
 def child(residency, plan, session, transfer, pin):
-    signal.alarm(20)  # whatever waits for ever ends with this
+    # Whatever waits for ever says where and ends; a disk may take its time over a sync.
+    faulthandler.dump_traceback_later(40)
+    signal.alarm(45)
 
     def closed(name, call):
         try:
@@ -588,7 +590,7 @@ def test_a_forked_child_is_told_and_harms_nobody(tmp_path: Any, when: str) -> No
     It never waits, opens a store of its own, and ends like any process; the parent goes on.
     """
     code = FORKED + {"busy": BUSY, "held": HELD}[when] + AFTERWARDS
-    done = run_python(code, str(tmp_path), check=False, flags=["-W", "error"])
+    done = run_python(code, str(tmp_path), check=False, flags=["-W", "error"], limit_s=120)
     assert (done.stdout, done.stderr) == ("good\n", "")
 
 
