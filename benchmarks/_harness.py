@@ -326,15 +326,18 @@ class Bench:
             if ratio.starved:
                 self.console.print(f"{ratio.name}: {ratio.starved:.0%} of its trials were starved")
 
+    def save(self) -> None:
+        """Write the file that was asked for: a run that is stopped keeps what it had measured."""
+        if self.options.json not in ("", "-"):
+            text = json.dumps(self.to_json(), indent=1, allow_nan=False)
+            Path(self.options.json).write_text(text + "\n", encoding="utf-8")
+
     def finish(self) -> int:
         """Print and write everything; returns the exit status, 1 if a ratio missed its bar."""
         value = self.to_json()
         self.print_table()
         self.console.print(f"commit {value['commit']}, {value['machine']}", highlight=False)
-        if self.options.json:
-            text = json.dumps(value, indent=1, allow_nan=False)
-            if self.options.json == "-":
-                print(text)
-            else:
-                Path(self.options.json).write_text(text + "\n", encoding="utf-8")
+        if self.options.json == "-":
+            print(json.dumps(value, indent=1, allow_nan=False))
+        self.save()
         return int(any(ratio.verdict == "missed" for ratio in self.ratios))

@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     stutter(bench, engines)
                 else:
                     conversations(bench, engines, python)
+            bench.settings["parts"] = [*bench.settings.get("parts", ()), part]
+            bench.save()
     bench.add(*verdicts.ratios())
     return bench.finish()
 

@@ -209,6 +209,17 @@ def test_one_json_object_and_a_table(
     assert bench.finish() == 1
 
 
+def test_a_run_that_is_stopped_keeps_what_it_measured(harness: Any, tmp_path: Path) -> None:
+    """What was saved half-way is a whole object of what there was by then."""
+    out = tmp_path / "out.json"
+    bench = harness.Bench("example", harness.Options(json=str(out)))
+    bench.add(harness.Ratio("good", 2.0, harness.Bar(low=1.9), 0.01, 5))
+    bench.save()
+    bench.add(harness.Ratio("never saved", 2.0, harness.Bar(low=1.9), 0.01, 5))
+    value = json.loads(out.read_text())
+    assert (set(value), value["ratios"]) == (KEYS, {"good": 2.0})
+
+
 # -- the restore benchmark
 
 
