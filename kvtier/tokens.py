@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["TOKEN_ID_MAX", "TokenIds", "token_bytes"]
 
 TOKEN_ID_MAX: Final = (1 << 32) - 1
 U32_CODE: Final = "I" if array("I").itemsize == 4 else "L"  # noqa: PLR2004 - bytes of a u32
+
+PIECE_TOKENS: Final = 500
+"""numpy lets go of the interpreter around what it does to more elements. Keys are made on the
+engine's path, where copies and checksums hold every core: getting it back takes milliseconds."""
 
 TokenIds = Any
 """list or tuple of int, integer ndarray or torch tensor of shape [n] or [1, n]."""
@@ -42,9 +49,12 @@ def _from_sequence(ids: list[Any] | tuple[Any, ...]) -> memoryview:
         values = np.frombuffer(array(U32_CODE, ids), dtype=np.uint32)
     except (TypeError, OverflowError):
         raise _first_bad(ids) from None
-    for index in np.flatnonzero(values <= 1):
-        if isinstance(ids[index], (bool, np.bool_)):
-            raise TypeError(f"token_ids[{index}]: bool given, an int wanted")
+    for start, piece in _pieces(values):
+        if piece.min() > 1:
+            continue
+        for index in (start + np.flatnonzero(piece <= 1)).tolist():
+            if isinstance(ids[index], (bool, np.bool_)):
+                raise TypeError(f"token_ids[{index}]: bool given, an int wanted")
     return _little_endian(values)
 
 
@@ -66,11 +76,24 @@ def _from_array(ids: np.ndarray[Any, Any]) -> memoryview:
         return memoryview(b"")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"token_ids[0]: {ids.dtype} given, an integer wanted")
-    if ids.min() < 0 or ids.max() > TOKEN_ID_MAX:
-        bad = np.flatnonzero((ids < 0) | (ids > TOKEN_ID_MAX))
-        raise ValueError(f"token_ids[{bad[0]}]: {ids[bad[0]]} is not in [0, {TOKEN_ID_MAX}]")
-    return _little_endian(ids)
+    if ids.dtype == np.uint32 and ids.flags.c_contiguous:
+        return _little_endian(ids)
+    # Read as unsigned, what is below 0 is above every id.
+    unsigned = ids.view(f"{ids.dtype.byteorder}u{ids.itemsize}")
+    most = min(TOKEN_ID_MAX, int(np.iinfo(ids.dtype).max))
+    values = np.empty(len(ids), dtype=np.uint32)
+    for start, piece in _pieces(unsigned):
+        if piece.max() > most:
+            index = start + int(np.flatnonzero(piece > most)[0])
+            raise ValueError(f"token_ids[{index}]: {ids[index]} is not in [0, {TOKEN_ID_MAX}]")
+        values[start : start + PIECE_TOKENS] = piece
+    return _little_endian(values)
 
 
 def _little_endian(ids: np.ndarray[Any, Any]) -> memoryview:
     return np.ascontiguousarray(ids, dtype="<u4").view(np.uint8).data
+
+
+def _pieces(ids: np.ndarray[Any, Any]) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    for start in range(0, len(ids), PIECE_TOKENS):
+        yield start, ids[start : start + PIECE_TOKENS]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import struct
+import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tokens import TOKEN_ID_MAX, token_bytes
+from kvtier.tokens import PIECE_TOKENS, TOKEN_ID_MAX, token_bytes
+
+DTYPES = ("i1", "u1", "<i2", ">i2", "<u2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8")
+LENGTHS = (0, 1, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 3 * PIECE_TOKENS + 7)
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,3 +79,60 @@ def test_the_source_is_not_changed() -> None:
     before = array.copy()
     assert struct.pack("<5I", 9, 7, 5, 3, 1) == token_bytes(array)
     assert (before == array).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_integer_array_of_every_length_is_read(dtype: str) -> None:
+    """Up to the largest id that its type can hold, whole and strided, as the list is."""
+    most = min(TOKEN_ID_MAX, int(np.iinfo(dtype).max))
+    for length in LENGTHS:
+        ids = [most - number % (most + 1) for number in range(length)]
+        array = np.array(ids, dtype)
+        assert struct.pack(f"<{length}I", *ids) == token_bytes(array) == token_bytes(ids)
+        assert token_bytes(ids[::3]) == token_bytes(array[::3])
+
+
+@pytest.mark.parametrize("index", [0, PIECE_TOKENS - 1, PIECE_TOKENS, 2 * PIECE_TOKENS + 3])
+def test_a_bad_id_is_named_wherever_it_stands(index: int) -> None:
+    """In a long prompt too: the index is the prompt's, of a list and of an array."""
+    good: list[Any] = [number % 3 for number in range(3 * PIECE_TOKENS)]
+    for bad in (-1, TOKEN_ID_MAX + 1):
+        ids = [*good[:index], bad, *good[index:]]
+        for form in (ids, np.array(ids)):
+            with pytest.raises(ValueError, match=rf"token_ids\[{index}\]: {bad} "):
+                token_bytes(form)
+    with pytest.raises(TypeError, match=rf"token_ids\[{index}\]: bool"):
+        token_bytes([*good[:index], True, *good[index:]])
+
+
+@pytest.mark.parametrize(
+    "form", [list, np.array, lambda ids: np.array(ids, "i4")], ids=["list", "i8", "i4"]
+)
+def test_no_other_thread_gets_in_between(form: Any) -> None:
+    """A prompt of 8,192 tokens is read without letting go of the interpreter.
+
+    Where copies hold every core, an engine would wait milliseconds to have it back.
+    """
+    ids = form(list(range(8192)))
+    turns, ended = 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            time.sleep(0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # nobody is made to let go: only who does so by itself
+    other = threading.Thread(target=take_turns)
+    try:
+        other.start()
+        for _ in range(300):
+            time.sleep(0)  # the other one gets here, and waits for its next turn
+            seen = turns
+            token_bytes(ids)
+            assert turns == seen
+    finally:
+        ended.set()
+        sys.setswitchinterval(before)
+        other.join()
