@@ -22,7 +22,7 @@ from kvtier_vllm.holds import Holds, Pages
 from kvtier_vllm.messages import Orders
 from kvtier_vllm.mirror import Mirror
 from kvtier_vllm.plain import settled
-from kvtier_vllm.planning import Limits, plan_restore
+from kvtier_vllm.planning import Limits, introduction, plan_restore
 from kvtier_vllm.restores import Restores
 from kvtier_vllm.saves import Saves
 from kvtier_vllm.steps import Steps
@@ -107,12 +107,7 @@ class Coordinator:
                 tracked.stale = tracked.request.num_computed_tokens > 0
         if self._mirror.ready and not self._introduced:
             self._introduced = True
-            spec = self._mirror.spec
-            self._say(
-                f"kvtier: {self.limits.describe()}; blocks of {spec.block_tokens} tokens, "
-                f"{self._mirror.block_bytes} bytes on each of {self.limits.ranks} rank(s); "
-                f"namespace {spec.namespace.hex()[:16]}"
-            )
+            self._say(introduction(self.limits, self._mirror, hello.io))
 
     # -- requests, as vLLM's scheduler takes them up
 

@@ -105,6 +105,8 @@ class Hello:
     """A snapshot."""
     costs: CostModel
     resets: int = 0
+    io: str = ""
+    """How the SSD is accessed: "direct" or "buffered"."""
 
 
 @dataclass(frozen=True, slots=True)

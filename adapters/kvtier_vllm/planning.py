@@ -26,7 +26,7 @@ if TYPE_CHECKING:
             """Known tokens."""
 
 
-__all__ = ["Limits", "plan_restore"]
+__all__ = ["Limits", "introduction", "plan_restore"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,16 @@ class Limits:
         way = "recomputes heads while tails load" if self.hybrid else "plain asynchronous loads"
         uses = [name for name, on in (("restores", self.restore), ("saves", self.save)) if on]
         return f"{way}; {' and '.join(uses) or 'neither restores nor saves'}; {self.where}"
+
+
+def introduction(limits: Limits, mirror: Mirror, io: str) -> str:
+    """Return the log line that says what is on; ``io``: how a rank accesses its SSD."""
+    spec = mirror.spec
+    return (
+        f"kvtier: {limits.describe()}; {io} I/O; blocks of {spec.block_tokens} tokens, "
+        f"{mirror.block_bytes} bytes on each of {limits.ranks} rank(s); "
+        f"namespace {spec.namespace.hex()[:16]}"
+    )
 
 
 def plan_restore(

@@ -125,7 +125,7 @@ class WorkerSide:
         self._sequence, self._costs = stored.sequence, store.costs
         self._hello = Hello(
             self.rank, spec.to_bytes(), spec.block_layout.block_bytes, stored, store.costs,
-            self._resets,
+            self._resets, io=store.stats()["tiers"]["ssd"]["io"],
         )  # fmt: skip
 
     def _start_afresh(self, resets: int) -> None:

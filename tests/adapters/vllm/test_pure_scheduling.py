@@ -525,11 +525,11 @@ def test_stale_weights_are_answered_with_a_reset() -> None:
 
 
 def test_the_start_is_said_once() -> None:
-    """One line with what is on, where, how large and under which namespace."""
+    """One line with what is on, where, how large, how the disk is accessed, which namespace."""
     driver = Driver(where="/nvme/kvtier, 5 bytes")
     driver.report(hello=hello_of({}))
     (line,) = driver.said
-    for part in ("/nvme/kvtier", "recomputes heads", spec_of().namespace.hex()[:16]):
+    for part in ("/nvme/kvtier", "recomputes heads", "direct I/O", spec_of().namespace.hex()[:16]):
         assert part in line
 
 

@@ -75,6 +75,7 @@ def hello_of(
         CatalogChanges(1, blocks, complete=True),
         costs or costs_of(),
         resets,
+        io="direct",
     )
 
 
