@@ -133,23 +133,9 @@ class Writeback:
             room = self._config.write_queue_blocks_max - self._unsettled
         now_ns, asked = self._catalog.now_ns(), retention or Retention()
         expiry_ns = asked.expiry_ns(now_ns)
-        new: list[int] = []
-        rewritten: list[tuple[int, int]] = []
-        present = dropped = 0
+        record = _recorder(keys, layout, asked, now_ns)
         with self._catalog.changed:
-            for block in wanted:
-                row = self._catalog.find(BlockId(keys.namespace, keys.hashes[block]))
-                if row is not None and self._present(row):
-                    present += 1
-                    if retention is not None or self._catalog.expired(row):
-                        self._catalog.retain(row, asked.priority, expiry_ns)
-                    free = self._demote or room > len(new) + len(rewritten)
-                    if free and self._only_in_host(row):
-                        rewritten.append((block, row))
-                elif len(new) + (not self._demote) * len(rewritten) >= room:
-                    dropped += 1
-                else:
-                    new.append(block)
+            new, rewritten, present = self._sorted(keys, wanted, room, retention, expiry_ns)
             rows = self._catalog.begin_all(
                 keys.namespace,
                 [keys.hashes[block] for block in new],
@@ -166,21 +152,6 @@ class Writeback:
                 self._catalog.announce(
                     keys.namespace, keys.hashes[: max(wanted, default=-1) + 1], coming
                 )
-
-            def record(block: int) -> Record:
-                return Record(
-                    id=BlockId(keys.namespace, keys.hashes[block]),
-                    parent=keys.parent(block),
-                    position=block,
-                    tenant_digest=keys.tenant_digest,
-                    part_bytes=part_bytes,
-                    shapes=layout.parts,
-                    priority=asked.priority,
-                    created_ns=now_ns,
-                    expiry_ns=expiry_ns,
-                )
-
-            part_bytes = layout.part_bytes
             for block, row in rewritten:
                 if self._demote:
                     self._mover.unsave(row, Unsaved(record(block), block < recomputed))
@@ -190,7 +161,37 @@ class Writeback:
             PutBlock(block, row, record(block), block < recomputed)
             for block, row in zip(new, rows, strict=True)
         ]
-        return accepted, present, dropped
+        return accepted, present, len(wanted) - present - len(new)
+
+    def _sorted(
+        self,
+        keys: BlockKeys,
+        wanted: range,
+        room: int,
+        retention: Retention | None,
+        expiry_ns: int,
+    ) -> tuple[list[int], list[tuple[int, int]], int]:
+        """Return blocks to enter, (block, row) to write again, and the number present.
+
+        Within the queue's ``room``: what is neither entered nor present is dropped. Under the
+        catalog's lock.
+        """
+        new: list[int] = []
+        rewritten: list[tuple[int, int]] = []
+        present = 0
+        for block in wanted:
+            row = self._catalog.find(BlockId(keys.namespace, keys.hashes[block]))
+            if row is not None and self._present(row):
+                present += 1
+                if retention is not None or self._catalog.expired(row):
+                    priority = (retention or Retention()).priority
+                    self._catalog.retain(row, priority, expiry_ns)
+                free = self._demote or room > len(new) + len(rewritten)
+                if free and self._only_in_host(row):
+                    rewritten.append((block, row))
+            elif len(new) + (not self._demote) * len(rewritten) < room:
+                new.append(block)
+        return new, rewritten, present
 
     def _present(self, row: int) -> bool:
         return any(
@@ -339,3 +340,25 @@ class Writeback:
         self._metrics.add("put_blocks_stored" if stored else "put_blocks_dropped", blocks)
         if last:
             job.transfer.finish(PutResult(job.stored, job.present, job.dropped))
+
+
+def _recorder(
+    keys: BlockKeys, layout: BlockLayout, asked: Retention, now_ns: int
+) -> Callable[[int], Record]:
+    """Return what makes the record of a block of this prompt."""
+    part_bytes, expiry_ns = layout.part_bytes, asked.expiry_ns(now_ns)
+
+    def record(block: int) -> Record:
+        return Record(
+            id=BlockId(keys.namespace, keys.hashes[block]),
+            parent=keys.parent(block),
+            position=block,
+            tenant_digest=keys.tenant_digest,
+            part_bytes=part_bytes,
+            shapes=layout.parts,
+            priority=asked.priority,
+            created_ns=now_ns,
+            expiry_ns=expiry_ns,
+        )
+
+    return record
