@@ -18,6 +18,8 @@ U32_CODE: Final = "I" if array("I").itemsize == 4 else "L"  # noqa: PLR2004 - by
 PIECE_TOKENS: Final = 500
 """numpy lets go of the interpreter around what it does to more elements. Keys are made on the
 engine's path, where copies and checksums hold every core: getting it back takes milliseconds."""
+PIECES_TOKENS_MAX: Final = 32_768
+"""Of a longer prompt pieces cost more than letting go now and then."""
 
 TokenIds = Any
 """list or tuple of int, integer ndarray or torch tensor of shape [n] or [1, n]."""
@@ -86,7 +88,7 @@ def _from_array(ids: np.ndarray[Any, Any]) -> memoryview:
         if piece.max() > most:
             index = start + int(np.flatnonzero(piece > most)[0])
             raise ValueError(f"token_ids[{index}]: {ids[index]} is not in [0, {TOKEN_ID_MAX}]")
-        values[start : start + PIECE_TOKENS] = piece
+        values[start : start + len(piece)] = piece
     return _little_endian(values)
 
 
@@ -95,5 +97,6 @@ def _little_endian(ids: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _pieces(ids: np.ndarray[Any, Any]) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-    for start in range(0, len(ids), PIECE_TOKENS):
-        yield start, ids[start : start + PIECE_TOKENS]
+    step = PIECE_TOKENS if len(ids) <= PIECES_TOKENS_MAX else len(ids)
+    for start in range(0, len(ids), step):
+        yield start, ids[start : start + step]

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tokens import PIECE_TOKENS, TOKEN_ID_MAX, token_bytes
+from kvtier.tokens import PIECE_TOKENS, PIECES_TOKENS_MAX, TOKEN_ID_MAX, token_bytes
 
 DTYPES = ("i1", "u1", "<i2", ">i2", "<u2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8")
 LENGTHS = (0, 1, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 3 * PIECE_TOKENS + 7)
+LONG = PIECES_TOKENS_MAX + 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,17 +86,18 @@ def test_the_source_is_not_changed() -> None:
 def test_every_integer_array_of_every_length_is_read(dtype: str) -> None:
     """Up to the largest id that its type can hold, whole and strided, as the list is."""
     most = min(TOKEN_ID_MAX, int(np.iinfo(dtype).max))
-    for length in LENGTHS:
+    for length in (*LENGTHS, LONG):
         ids = [most - number % (most + 1) for number in range(length)]
         array = np.array(ids, dtype)
         assert struct.pack(f"<{length}I", *ids) == token_bytes(array) == token_bytes(ids)
         assert token_bytes(ids[::3]) == token_bytes(array[::3])
 
 
+@pytest.mark.parametrize("length", [3 * PIECE_TOKENS, LONG])
 @pytest.mark.parametrize("index", [0, PIECE_TOKENS - 1, PIECE_TOKENS, 2 * PIECE_TOKENS + 3])
-def test_a_bad_id_is_named_wherever_it_stands(index: int) -> None:
+def test_a_bad_id_is_named_wherever_it_stands(index: int, length: int) -> None:
     """In a long prompt too: the index is the prompt's, of a list and of an array."""
-    good: list[Any] = [number % 3 for number in range(3 * PIECE_TOKENS)]
+    good: list[Any] = [number % 3 for number in range(length)]
     for bad in (-1, TOKEN_ID_MAX + 1):
         ids = [*good[:index], bad, *good[index:]]
         for form in (ids, np.array(ids)):
