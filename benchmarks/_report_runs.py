@@ -1,8 +1,9 @@
 """Run benchmarks one after the other and report on all of them: what ``tools/bench`` calls.
 
-Each has a limit of its own and a process of its own; one that fails, hangs or misses a bar stops no
-other and is named at the end. The exit status is 0 if all is fine, 1 if a bar was missed, 2 if a
-benchmark failed or was stopped, 130 after Ctrl-C. Results and report lie in ``--out``.
+Each has a process and a limit of its own, and what those before it left of theirs; one that fails,
+hangs or misses a bar stops no other and is named at the end. The exit status is 0 if all is fine,
+1 if a bar was missed, 2 if a benchmark failed or was stopped, 130 after Ctrl-C. Results and report
+lie in ``--out``.
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ class Ended:
     """0 fine or left out, 1 missed a bar, 2 failed."""
 
 
-def run(benchmark: Benchmark, asked: Asked, folder: Path) -> Ended:
-    """Run one benchmark to its end or its limit; what it prints goes where ours goes."""
+def run(benchmark: Benchmark, asked: Asked, folder: Path, spare_s: float = 0.0) -> Ended:
+    """Run one benchmark to its end or its limit and the spare time; it prints where we do."""
     asked.json(benchmark).unlink(missing_ok=True)  # an old result is not this run's
     begun = time.monotonic()
-    limit_s = asked.limit_s(benchmark)
+    limit_s = asked.limit_s(benchmark) + spare_s
     command = asked.command(benchmark, folder)
     # A group of its own: what it started is stopped with it.
     with subprocess.Popen(command, process_group=0) as child:  # noqa: S603 - our own scripts
@@ -175,15 +176,18 @@ def run_all(
 ) -> tuple[list[Ended], bool]:
     """Run benchmarks by turns; returns what became of each, and whether Ctrl-C ended it."""
     ended: list[Ended] = []
+    spare_s = 0.0
     most = sum(map(asked.limit_s, chosen)) / 60
     say(f"{len(chosen)} benchmarks, at most {most:.0f} min in all; results in {asked.out}")
     for number, benchmark in enumerate(chosen, 1):
         where = f"[{number}/{len(chosen)}] {benchmark.name}"
-        say(f"{where}: running, at most {asked.limit_s(benchmark):.0f} s")
+        limit_s = asked.limit_s(benchmark) + spare_s
+        say(f"{where}: running, at most {limit_s:.0f} s")
         try:
-            ended.append(run(benchmark, asked, folder))
+            ended.append(run(benchmark, asked, folder, spare_s))
         except KeyboardInterrupt:
             return ended, True
+        spare_s = max(0.0, limit_s - ended[-1].seconds)
         say(f"{where}: {ended[-1].said}, {ended[-1].seconds:.0f} s")
     return ended, False
 

@@ -64,6 +64,7 @@ def test_a_benchmark_that_fails_stops_no_other(runs: Any, tmp_path: Path) -> Non
     assert [path.name for path in runs.results(out, known)] == ["a.json", "b.json", "f.json"]
     assert said[0].startswith("6 benchmarks, at most 6 min in all")
     assert said[1:3] == ["[1/6] a: running, at most 60 s", "[1/6] a: fine, 0 s"]
+    assert 60 < int(said[3].removeprefix("[2/6] b: running, at most ").removesuffix(" s")) <= 120
 
 
 def test_a_benchmark_beyond_its_limit_is_stopped_with_what_it_started(
