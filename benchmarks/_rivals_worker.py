@@ -181,7 +181,9 @@ class Server:
         return {"seconds": seconds, "cpu_s": spent}
 
     def _read(self, backend: Backend, way: str, *, cold: bool) -> dict[str, Any]:
-        if not cold and backend not in self._kept:
+        # A disk may have a cache that nobody here can drop: what is read cold was read just before,
+        # so that it holds this for everybody or for nobody.
+        if cold or backend not in self._kept:
             backend.release(backend.read(way))
         backend.spoil(cold=cold)
         if cold and backend.folder:
