@@ -146,6 +146,7 @@ def draw(figure: Figure, *, titled: bool = True) -> Canvas:
             label: handle
             for axes in grid.flat
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            if handle != ()  # bars of which this panel has none have no colour
         }
         canvas.legend(handles.values(), handles.keys(), loc="outside lower center",
                       ncols=_legend_columns(figure))  # fmt: skip
