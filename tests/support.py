@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.entries import Entries
     from kvtier.tiers.index import Use
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 """How long a test waits for what must happen: a safety net, never a measurement."""
 
 SPEC = kvtier.KVSpec(

@@ -6,7 +6,6 @@ import random
 import signal
 import threading
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -301,16 +300,22 @@ def test_closing_does_not_wait_for_a_link_that_takes_for_ever(
     ssd.close()
     store = open_store(links={"ssd": LinkThrottle(1.0)})
     prefetch = store.prefetch(keys)
-    restore = in_thread(partial(bring_back, store, keys))
-    catalog = store._catalog
-    host = kvtier.Tier.HOST
-    # The reads are done, the link is not, and the restore waits for it.
-    eventually(lambda: catalog.ready(host) == 6 and catalog.pins(host) >= 6)
-    in_thread(store.close)()
-    assert prefetch.result(WAIT_S) == 6  # they are there; nobody waits for the link any more
-    done = restore()
-    assert done.loaded + len(done.recomputed) == 6
-    del store
+    slots = poisoned_slots(len(keys))
+    with store.restore(load_plan(store, keys), into=slots) as session:
+
+        def carry_out() -> None:
+            while step := session.next_step(WAIT_S):
+                fill_slots(slots, keys, step.blocks)
+                session.computed(step)
+
+        restore = in_thread(carry_out)
+        # The reads are done, the link is not, and the restore waits for it.
+        eventually(lambda: store._catalog.ready(kvtier.Tier.HOST) == 6)
+        in_thread(store.close)()
+        assert prefetch.result(WAIT_S) == 6  # they are there; nobody waits for the link any more
+        restore()
+    assert all(is_right(slots, keys, block) for block in range(len(keys)))
+    del store, session, carry_out, restore
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
