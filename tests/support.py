@@ -576,7 +576,7 @@ class HeldSlots:
         return self._slots.parts(block)
 
 
-def eventually(what: Callable[[], bool]) -> None:
+def eventually(what: Callable[[], object]) -> None:
     """Wait until something that nobody can be asked to announce has come about."""
     deadline = time.monotonic() + WAIT_S
     while not what():

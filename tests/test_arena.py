@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import WAIT_S, Gate, in_thread, record_of
+from support import WAIT_S, Gate, eventually, in_thread, record_of
 
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.host import HostTier
@@ -130,6 +130,7 @@ def test_what_cannot_be_pinned_is_pageable(caplog: pytest.LogCaptureFixture) -> 
         assert host.pinned_bytes == 8 * PAGE
         assert host.pin_failed_bytes == 12 * PAGE
         assert len(cuda.addresses("register")) == 5, "a piece is tried once"
+        eventually(lambda: caplog.records)  # the thread that pins says it after it has let go
     (record,) = caplog.records
     for part in ("host_bytes", "CUDA error 2", "ulimit -l", "smaller host_bytes", "pageable"):
         assert part in record.getMessage()

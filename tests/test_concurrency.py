@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -89,6 +90,23 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_plan(store: kvtier.Store, keys: kvtier.BlockKeys) -> kvtier.RestorePlan:
     """Plan to load what is stored."""
     return store.plan(store.lookup(keys), way="load")
+
+
+def wait_ready(store: kvtier.Store, blocks: int) -> None:
+    """Wait until so many blocks are in host memory."""
+    eventually(lambda: store._catalog.ready(kvtier.Tier.HOST) == blocks)
+
+
+def carry_out(
+    session: kvtier.RestoreSession, slots: kvtier.KVSlots, keys: kvtier.BlockKeys
+) -> list[int]:
+    """Recompute what a restore asks for, to its end; returns the blocks."""
+    done: list[int] = []
+    while step := session.next_step(WAIT_S):
+        fill_slots(slots, keys, step.blocks)
+        session.computed(step)
+        done += step.blocks
+    return done
 
 
 # -- many users of one store
@@ -228,14 +246,9 @@ class Waiters:
         assert self._entered.wait(WAIT_S)
 
     def _restore(self) -> list[int]:
-        done = []
         with self._store.restore(load_plan(self._store, self._keys), into=self.slots) as session:
             self._entered.set()
-            while step := session.next_step(WAIT_S):
-                fill_slots(self.slots, self._keys, step.blocks)
-                session.computed(step)
-                done += step.blocks
-        return done
+            return carry_out(session, self.slots, self._keys)
 
     def answers(self) -> dict[str, Any]:
         """Return what everybody got, an error included; each within ``WAIT_S``."""
@@ -302,20 +315,14 @@ def test_closing_does_not_wait_for_a_link_that_takes_for_ever(
     prefetch = store.prefetch(keys)
     slots = poisoned_slots(len(keys))
     with store.restore(load_plan(store, keys), into=slots) as session:
-
-        def carry_out() -> None:
-            while step := session.next_step(WAIT_S):
-                fill_slots(slots, keys, step.blocks)
-                session.computed(step)
-
-        restore = in_thread(carry_out)
+        restore = in_thread(partial(carry_out, session, slots, keys))
         # The reads are done, the link is not, and the restore waits for it.
-        eventually(lambda: store._catalog.ready(kvtier.Tier.HOST) == 6)
+        wait_ready(store, 6)
         in_thread(store.close)()
         assert prefetch.result(WAIT_S) == 6  # they are there; nobody waits for the link any more
         restore()
     assert all(is_right(slots, keys, block) for block in range(len(keys)))
-    del store, session, carry_out, restore
+    del store, session, restore
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
@@ -332,9 +339,7 @@ def test_closing_amid_a_long_restore(open_store: Open, fs: FaultyFileSystem) -> 
         closing = in_thread(store.close)
         gate.open()
         closing()
-        while step := session.next_step(WAIT_S):
-            fill_slots(slots, keys, step.blocks)
-            session.computed(step)
+        carry_out(session, slots, keys)
     assert all(is_right(slots, keys, block) for block in range(500))
 
 
@@ -409,9 +414,7 @@ def test_close_when_a_signal_comes(ssd: kvtier.Store, keys: kvtier.BlockKeys) ->
     try:
         with ssd.restore(load_plan(ssd, keys), into=slots) as session:
             signal.raise_signal(signal.SIGUSR1)
-            while step := session.next_step(WAIT_S):
-                fill_slots(slots, keys, step.blocks)
-                session.computed(step)
+            carry_out(session, slots, keys)
     finally:
         signal.signal(signal.SIGUSR1, old)
     assert all(is_right(slots, keys, block) for block in range(6))

@@ -213,7 +213,7 @@ def test_uint64_beyond_int64_is_named_by_its_index() -> None:
         ({1, 2}, TypeError),
         ({1: 2}, TypeError),
         (range(4), TypeError),
-        (iter([1]), TypeError),
+        pytest.param(iter([1]), TypeError, id="iterator"),
     ],
     ids=str,
 )

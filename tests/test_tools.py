@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TOOLS = Path(__file__).parents[1] / "tools"
+
+# What spreads all tests over two cores; a few that are named run in one process.
+SPREAD = ["-n", "2", "--dist", "worksteal"]
 
 # Stands in for an environment's python: notes what it was asked, answers as it was told to.
 PYTHON = """#!/usr/bin/env bash
@@ -31,6 +35,9 @@ def root(tmp_path: Path) -> Path:
     for file in ("tests/test_a.py", "tests/adapters/vllm/engine/test_b.py"):
         (tmp_path / file).touch()
     shutil.copy(TOOLS / "test", tmp_path / "tools" / "test")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nproc").write_text("#!/bin/sh\necho 2\n")
+    (tmp_path / "bin" / "nproc").chmod(0o755)
     for name in ("main", "engine"):
         (tmp_path / name).write_text(PYTHON.format(root=tmp_path, name=name))
         (tmp_path / name).chmod(0o755)
@@ -47,6 +54,7 @@ def call(root: Path) -> Callable[..., tuple[int, str]]:
         done = subprocess.run(
             [str(root / "tools/test"), *arguments],
             cwd=cwd,
+            env={**os.environ, "PATH": f"{root / 'bin'}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             check=False,
@@ -61,19 +69,15 @@ def asked(root: Path, name: str) -> list[str] | None:
     note = root / f"{name}.asked"
     if not note.exists():
         return None
-    given = [
-        line.removeprefix(f"{root}/")
-        for line in note.read_text().splitlines()
-        if line and not line.startswith("cache_dir=")
-    ]
-    return given[1:] if name == "engine" else given  # after -o
+    given = [line.removeprefix(f"{root}/") for line in note.read_text().splitlines() if line]
+    return given[2:] if name == "engine" else given  # after -o and its value
 
 
 @pytest.mark.parametrize(
     ("arguments", "main", "engine"),
     [
-        ([], [], ["tests/adapters/vllm"]),
-        (["-x"], ["-x"], ["-x", "tests/adapters/vllm"]),
+        ([], SPREAD, [*SPREAD, "tests/adapters/vllm"]),
+        (["-x"], [*SPREAD, "-x"], [*SPREAD, "-x", "tests/adapters/vllm"]),
         (["tests/test_a.py"], ["tests/test_a.py"], None),
         (["tests/test_a.py::test_x[a-b]"], ["tests/test_a.py::test_x[a-b]"], None),
         (
@@ -84,8 +88,12 @@ def asked(root: Path, name: str) -> list[str] | None:
         (["tests/adapters"], ["tests/adapters"], ["tests/adapters/vllm"]),
         (["tests"], ["tests"], ["tests/adapters/vllm"]),
         # The value of an option is no path, even where a file has its name.
-        (["-k", "tests"], ["-k", "tests"], ["-k", "tests", "tests/adapters/vllm"]),
-        (["--no-vllm"], [], None),
+        (
+            ["-k", "tests"],
+            [*SPREAD, "-k", "tests"],
+            [*SPREAD, "-k", "tests", "tests/adapters/vllm"],
+        ),
+        (["--no-vllm"], SPREAD, None),
         (["--vllm", "tests/test_a.py"], ["tests/test_a.py"], None),
     ],
 )
