@@ -10,6 +10,8 @@ the same settings is the recompute baseline.
 * ``saving_throughput``: a mixed load of new prompts with saving off over the same with saving on.
 * ``itl_p99_ratio``: the 99th percentile of the times between the tokens of requests that decode
   beside a restore, over the same beside stock vLLM's prefill of that prompt.
+* ``idle_load_rate``: the rate at which a cold prompt is loaded, over an unthrottled disk, by an
+  engine that has nothing else to do, over that of as many bytes without an engine.
 * ``hit_rate_vs_ideal``: conversations of several turns over one system prompt, the engine restarted
   half-way: blocks found over those an ideal cache would have. Times to the first token against
   vLLM's own cache alone, and LMCache's connector where it is installed.
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Final
 from _disk import file_system, need_free, work_folder
 from _harness import Bench, parse
 from _vllm_engines import Engines, Verdicts, chosen_python
+from _vllm_idle import idle
 from _vllm_load import saving, stutter
 from _vllm_restore import restore
 from _vllm_turns import conversations
@@ -34,7 +37,7 @@ from _vllm_turns import conversations
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PARTS: Final = ("restore", "saving", "stutter", "turns")
+PARTS: Final = ("restore", "saving", "stutter", "idle", "turns")
 NEEDED_BYTES: Final = 6 << 30
 
 
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     saving(bench, engines)
                 elif part == "stutter":
                     stutter(bench, engines)
+                elif part == "idle":
+                    idle(bench, engines)
                 else:
                     conversations(bench, engines, python)
             bench.settings["parts"] = [*bench.settings.get("parts", ()), part]

@@ -133,9 +133,11 @@ class Writeback:
             room = self._config.write_queue_blocks_max - self._unsettled
         now_ns, asked = self._catalog.now_ns(), retention or Retention()
         expiry_ns = asked.expiry_ns(now_ns)
-        record = _recorder(keys, layout, asked, now_ns)
+        record = _recorder(keys, layout, asked.priority, now_ns, expiry_ns)
         with self._catalog.changed:
-            new, rewritten, present = self._sorted(keys, wanted, room, retention, expiry_ns)
+            new, rewritten, present = self._sorted(
+                keys, wanted, room, asked.priority, expiry_ns, retained=retention is not None
+            )
             rows = self._catalog.begin_all(
                 keys.namespace,
                 [keys.hashes[block] for block in new],
@@ -168,13 +170,16 @@ class Writeback:
         keys: BlockKeys,
         wanted: range,
         room: int,
-        retention: Retention | None,
+        priority: int,
         expiry_ns: int,
+        *,
+        retained: bool,
     ) -> tuple[list[int], list[tuple[int, int]], int]:
         """Return blocks to enter, (block, row) to write again, and the number present.
 
-        Within the queue's ``room``: what is neither entered nor present is dropped. Under the
-        catalog's lock.
+        Within the queue's ``room``: what is neither entered nor present is dropped. What is present
+        is ``retained`` from now on if the put says so, and if it has expired. Under the catalog's
+        lock.
         """
         new: list[int] = []
         rewritten: list[tuple[int, int]] = []
@@ -183,8 +188,7 @@ class Writeback:
             row = self._catalog.find(BlockId(keys.namespace, keys.hashes[block]))
             if row is not None and self._present(row):
                 present += 1
-                if retention is not None or self._catalog.expired(row):
-                    priority = (retention or Retention()).priority
+                if retained or self._catalog.expired(row):
                     self._catalog.retain(row, priority, expiry_ns)
                 free = self._demote or room > len(new) + len(rewritten)
                 if free and self._only_in_host(row):
@@ -343,10 +347,10 @@ class Writeback:
 
 
 def _recorder(
-    keys: BlockKeys, layout: BlockLayout, asked: Retention, now_ns: int
+    keys: BlockKeys, layout: BlockLayout, priority: int, now_ns: int, expiry_ns: int
 ) -> Callable[[int], Record]:
     """Return what makes the record of a block of this prompt."""
-    part_bytes, expiry_ns = layout.part_bytes, asked.expiry_ns(now_ns)
+    part_bytes = layout.part_bytes
 
     def record(block: int) -> Record:
         return Record(
@@ -356,7 +360,7 @@ def _recorder(
             tenant_digest=keys.tenant_digest,
             part_bytes=part_bytes,
             shapes=layout.parts,
-            priority=asked.priority,
+            priority=priority,
             created_ns=now_ns,
             expiry_ns=expiry_ns,
         )

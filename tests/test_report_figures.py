@@ -185,3 +185,27 @@ def test_names_are_not_taken_for_formulas(modules: Any) -> None:
     text = "".join(Outline(modules("_plots").inline(figure)).text)
     assert "a $x$ <b>" in text
     assert "$^$ & <i>" in text
+
+
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_the_legend_has_the_bars_colours(modules: Any, empty_first: bool) -> None:  # noqa: FBT001
+    """A panel without any bar of a name takes nothing from the legend."""
+    pytest.importorskip("matplotlib")
+    figures, plots = modules("_report_figures"), modules("_plots")
+    names = ("a", "b")
+    full = figures.Panel("full", [figures.Curve(name, [0], [1.0]) for name in names], ["x"])
+    lacks = figures.Panel(
+        "lacks", [figures.Curve("a", [0], [1.0]), figures.Curve("b", [], [])], ["x"]
+    )
+    panels = [lacks, full] if empty_first else [full, lacks]
+    canvas = plots.draw(figures.Figure("s", "t", "", "y", panels, "n", kind="bars"))
+    axes = canvas.axes[empty_first]
+    bars = {
+        bar.get_label(): bar.patches[0].get_facecolor() for bar in axes.containers if bar.patches
+    }
+    (legend,) = canvas.legends
+    shown = [patch.get_facecolor() for patch in legend.get_patches()]
+    named = [text.get_text() for text in legend.get_texts()]
+    assert dict(zip(named, shown, strict=True)) == bars
+    assert set(bars) == set(names)
+    assert bars["a"] != bars["b"]

@@ -36,9 +36,9 @@ PROMPTS = [(seed, length) for seed in range(1, 5) for length in (1300, 1000, 768
 """(seed, tokens) of the prompts whose answers the fixture ``expected`` knows."""
 
 
-def prepare() -> None:
-    """Set what vLLM reads when it is imported."""
-    os.environ.update(ENVIRONMENT)
+def prepare(threads: int = 1) -> None:
+    """Set what vLLM reads when it is imported; ``threads`` are those that compute."""
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
 
 
 def smollm2() -> str:

@@ -28,16 +28,20 @@ CLOSE_S_MAX = 60.0
 
 
 class Remote:
-    """An engine in another process, within a ``with`` block."""
+    """An engine in another process, within a ``with`` block; ``threads`` of it compute."""
 
-    def __init__(self, model: Path | str, kv: dict[str, Any], **own: Any) -> None:
+    def __init__(
+        self, model: Path | str, kv: dict[str, Any], *, threads: int = 1, **own: Any
+    ) -> None:
+        self._threads = threads
         self._config = {"model": str(model), "kv": kv, **own}
 
     def __enter__(self) -> Self:
         """Start the process; its engine may still be starting."""
         ours, theirs = os.pipe()
         self._pipe = os.fdopen(ours, "rb", buffering=0)
-        command = [sys.executable, __file__, str(theirs), json.dumps(self._config)]
+        config = json.dumps(self._config)
+        command = [sys.executable, __file__, str(theirs), config, str(self._threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs])
         os.close(theirs)
         self._rest = b""
@@ -61,6 +65,10 @@ class Remote:
         """Empty the engine's own prefix cache."""
         self._ask(do="forget")
 
+    def threads(self) -> int:
+        """Return how many threads compute, as torch has it."""
+        return int(self._ask(do="threads"))
+
     def _ask(self, **request: Any) -> Any:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -80,6 +88,8 @@ class Remote:
 
 def main(answers: int, config: dict[str, Any]) -> None:
     """Serve requests from standard input until it ends."""
+    import torch  # which reads its environment
+
     with os.fdopen(answers, "w") as out, vllm_harness.engine(**config) as llm:
         for line in sys.stdin:
             request = json.loads(line)
@@ -87,11 +97,13 @@ def main(answers: int, config: dict[str, Any]) -> None:
             if request["do"] == "run":
                 done = llm.run(*request["prompts"], **request["how"])
                 reply = [(one.tokens, one.prompt, one.cached) for one in done]
+            elif request["do"] == "threads":
+                reply = torch.get_num_threads()
             else:
                 llm.forget()
             print(json.dumps(reply), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    vllm_harness.prepare()
+    vllm_harness.prepare(int(sys.argv[3]))
     main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm_harness import BLOCK, engine, prompt, tiny_model, transfer
+from vllm_process import Remote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +59,13 @@ def test_what_changes_no_byte_hits(tiny: Path, expected: Expected, filled: Path)
         answer = llm.run(PROMPT, answer=8)[0]
     assert answer.cached >= 4 * BLOCK
     assert answer.tokens == expected[tuple(PROMPT)]
+
+
+def test_threads_are_not_identity(tiny: Path, filled: Path) -> None:
+    """An engine that computes with two threads finds what was stored with one."""
+    with Remote(tiny, transfer(filled, hybrid=False), scheduler=HYBRID, threads=2) as two:
+        assert two.threads() == 2
+        assert two.run(PROMPT)[0].cached == 5 * BLOCK
 
 
 def adapter(folder: Path, seed: int) -> Path:
