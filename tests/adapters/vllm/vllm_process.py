@@ -28,7 +28,7 @@ CLOSE_S_MAX = 60.0
 
 
 class Remote:
-    """An engine in another process, within a ``with`` block; ``threads`` of it compute."""
+    """An engine in another process, within a ``with`` block, started with so many ``threads``."""
 
     def __init__(
         self, model: Path | str, kv: dict[str, Any], *, threads: int = 1, **own: Any
@@ -40,9 +40,9 @@ class Remote:
         """Start the process; its engine may still be starting."""
         ours, theirs = os.pipe()
         self._pipe = os.fdopen(ours, "rb", buffering=0)
-        config = json.dumps(self._config)
-        command = [sys.executable, __file__, str(theirs), config, str(self._threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs])
+        command = [sys.executable, __file__, str(theirs), json.dumps(self._config)]
+        env = {**os.environ, **vllm_harness.ENVIRONMENT, "OMP_NUM_THREADS": str(self._threads)}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs], env=env)
         os.close(theirs)
         self._rest = b""
         return self
@@ -66,7 +66,7 @@ class Remote:
         self._ask(do="forget")
 
     def threads(self) -> int:
-        """Return how many threads compute, as torch has it."""
+        """Return with how many threads the engine was started, as torch has it."""
         return int(self._ask(do="threads"))
 
     def _ask(self, **request: Any) -> Any:
@@ -88,8 +88,9 @@ class Remote:
 
 def main(answers: int, config: dict[str, Any]) -> None:
     """Serve requests from standard input until it ends."""
-    import torch  # which reads its environment
+    import torch
 
+    threads = torch.get_num_threads()  # with which the model is loaded; vLLM may set another number
     with os.fdopen(answers, "w") as out, vllm_harness.engine(**config) as llm:
         for line in sys.stdin:
             request = json.loads(line)
@@ -98,12 +99,11 @@ def main(answers: int, config: dict[str, Any]) -> None:
                 done = llm.run(*request["prompts"], **request["how"])
                 reply = [(one.tokens, one.prompt, one.cached) for one in done]
             elif request["do"] == "threads":
-                reply = torch.get_num_threads()
+                reply = threads
             else:
                 llm.forget()
             print(json.dumps(reply), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    vllm_harness.prepare(int(sys.argv[3]))
     main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -62,7 +62,7 @@ def test_what_changes_no_byte_hits(tiny: Path, expected: Expected, filled: Path)
 
 
 def test_threads_are_not_identity(tiny: Path, filled: Path) -> None:
-    """An engine that computes with two threads finds what was stored with one."""
+    """An engine that was started with two threads finds what was stored with one."""
     with Remote(tiny, transfer(filled, hybrid=False), scheduler=HYBRID, threads=2) as two:
         assert two.threads() == 2
         assert two.run(PROMPT)[0].cached == 5 * BLOCK
