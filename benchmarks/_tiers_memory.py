@@ -16,6 +16,7 @@ import torch
 from _blocks import WAIT_S_MAX, Subject
 from _disk import arena, need_free
 from _harness import (
+    NO_BAR,
     Bar,
     Bench,
     Ratio,
@@ -27,7 +28,11 @@ from _harness import (
     starved_share,
 )
 
+from kvtier.tiers.device import read_block, write_block
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.store import Store
 
 HOST_LOW: Final = 0.9
@@ -83,6 +88,45 @@ def host(bench: Bench, folder: Path, subject: Subject) -> None:
             ratio = Ratio.of_pairs(name, trials["memcpy"], trials["store"], same, Bar(low=HOST_LOW))
             bench.add(ratio)
             bench.record(name, trials, mib=subject.mib, blocks=subject.blocks)
+
+
+def pieces(bench: Bench, _: Path, subject: Subject) -> None:
+    """Compare copies between an engine's tensors and a block with copies of whole blocks.
+
+    No store takes part: it is what a copy costs that finds a block in pieces, one or more a layer.
+    """
+    block_bytes = subject.spec.block_layout.block_bytes
+    here, there = arena(subject.bytes), arena(subject.bytes)
+    blocks = [slice(n * block_bytes, (n + 1) * block_bytes) for n in range(subject.blocks)]
+
+    def timed(copy: Callable[[int, slice], None]) -> Callable[[], Trial]:
+        def run() -> Trial:
+            watch = Stopwatch()
+            with watch:
+                for number, block in enumerate(blocks):
+                    copy(number, block)
+            return Trial(watch.wall_s, watch.held)
+
+        return run
+
+    whole = timed(lambda _, block: np.copyto(there[block], here[block]))
+    ways = {
+        "whole": whole,
+        "gather": timed(lambda n, block: read_block(subject.source, n, there[block].data)),
+        "scatter": timed(lambda n, block: write_block(subject.target, n, there[block].data)),
+        "again": whole,
+    }
+    for warm_up in ways.values():
+        warm_up()
+    options = bench.options
+    pairs = options.pairs * (1 if options.smoke or options.quick else HOST_ROUNDS)
+    with bench.progress("copies in pieces", len(ways) * pairs) as tick:
+        trials = interleave(ways, pairs, tick)
+    same = trials["whole"], trials["again"]
+    for name in ("gather", "scatter"):
+        full = f"{name}_vs_whole_{subject.mib}MiB"
+        bench.add(Ratio.of_pairs(full, same[0], trials[name], same, NO_BAR))
+    bench.record("pieces", trials, mib=subject.mib, blocks=subject.blocks)
 
 
 # -- a million blocks

@@ -14,6 +14,8 @@ Everything goes through the store's public calls, checksums on, and every byte r
   from 3 MiB on. Writes beside reads evict all the time; the reads' prompts are pinned.
 * Host ``put`` ends when the engine's memory may be reused; the store's SSD has no room, so that
   nothing else is written meanwhile. Host ``get`` is a restore into an engine's tensors.
+* ``gather`` and ``scatter`` are copies between an engine's tensors and a block, without a store,
+  next to copies of each block in one piece.
 
 ``--quick`` moves a quarter of the bytes. ``--dir`` says which disk is measured.
 """
@@ -45,7 +47,7 @@ from _harness import (
     interleave,
     parse,
 )
-from _tiers_memory import host, million
+from _tiers_memory import host, million, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 
     from kvtier.store import Store
 
-PARTS: Final = ("write", "full", "read", "mixed", "host", "lookup", "open")
+PARTS: Final = ("write", "full", "read", "pieces", "mixed", "host", "lookup", "open")
 SIZES: Final = (1, 3, 14, 32)
 MIDDLE: Final = 14
 """The block size in MiB of what is measured for one size only."""
@@ -259,7 +261,7 @@ def cases(bench: Bench) -> list[tuple[int, Callable[[Bench, Path, Subject], None
     options = bench.options
     sizes = (1,) if options.smoke else SIZES
     middle = 1 if options.smoke else MIDDLE
-    by_size = {"write": write, "full": full, "read": read}
+    by_size = {"write": write, "full": full, "read": read, "pieces": pieces}
     once = {"mixed": mixed, "host": host}
     return [
         *((mib, run) for mib in sizes for part, run in by_size.items() if options.wants(part)),

@@ -370,6 +370,8 @@ def test_tiers_runs_on_the_smallest_cases(tmp_path: Path) -> None:
         "ssd_write_full_vs_raw_1MiB",
         "write_amplification",
         "ssd_read_vs_raw_1MiB",
+        "gather_vs_whole_1MiB",
+        "scatter_vs_whole_1MiB",
         "ssd_read_while_writing",
         "host_put_vs_memcpy",
         "host_get_vs_memcpy",
