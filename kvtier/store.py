@@ -181,14 +181,9 @@ class Store(StoreView):
         self._ssd = self._open_ssd(fs, metrics)
         undo.callback(self._ssd.close)
         self._check_ssd_room()
-        # Changes are numbered by the clock: who followed an earlier life of the store is told so.
         cost_book = CostBook(self._directory, self._namespace, device, links)
         profiler = cost_book.read()
-        catalog = Catalog(
-            POLICY[config.policy], prices=self._prices(profiler.costs),
-            first_change=time.time_ns(), now_ns=self._now_ns,
-        )  # fmt: skip
-        catalog.restore(self._ssd.take_entries())
+        catalog = self._open_catalog(profiler.costs)
         memory = Memory.open(
             catalog, metrics, config,
             block_bytes=block_bytes, host_blocks_max=host_blocks_max, device=device, undo=undo,
@@ -202,12 +197,9 @@ class Store(StoreView):
             host_blocks_max=host_blocks_max, failed=weakly(self._fail),
         )  # fmt: skip
         self._demoter = Demoter(
-            catalog,
-            self._writer,
-            config,
-            host_blocks_max=host_blocks_max,
-            failed=weakly(self._lane_failed),
-        )
+            catalog, self._writer, config,
+            host_blocks_max=host_blocks_max, failed=weakly(self._lane_failed),
+        )  # fmt: skip
         mover = Mover(
             catalog, memory.host, self._ssd, metrics,
             host_blocks_max=host_blocks_max, slot_wait_s_max=config.slot_wait_s_max,
@@ -225,6 +217,16 @@ class Store(StoreView):
             Parts(catalog, memory, mover, prefetcher, profiler, cost_book, metrics, host_blocks_max)
         )
         self._live = self._shown()
+
+    def _open_catalog(self, costs: CostModel) -> Catalog:
+        """Return the catalog of what is on the SSD."""
+        # Changes are numbered by the clock: who followed an earlier life of the store is told so.
+        catalog = Catalog(
+            POLICY[self.config.policy], prices=self._prices(costs),
+            first_change=time.time_ns(), now_ns=self._now_ns,
+        )  # fmt: skip
+        catalog.restore(self._ssd.take_entries())
+        return catalog
 
     def _shown(self) -> LivePublisher | None:
         try:
