@@ -18,6 +18,7 @@ from kvtier.catalog import CopyState
 from kvtier.errors import KVTierError, StoreClosed, StoreFailed
 from kvtier.lane import Lane
 from kvtier.plan import Tier
+from kvtier.ssd_room import SsdRoom
 from kvtier.tiers.base import BlockId
 from kvtier.write_rule import PendingWrite, WriteRule
 
@@ -43,14 +44,6 @@ GROUP_BYTES_MIN: Final = 32 << 20
 """What a commit waits for, unless nothing is being written any more: a sync costs as much time."""
 USES_PER_COMMIT_MAX: Final = 64
 """Blocks whose hits and last use go into one commit."""
-FULL_INDEX_BLOCKS: Final = 8
-"""Blocks evicted for each batch that meets a full index: removing many at once needs room in it."""
-AHEAD_BLOCKS_MAX: Final = 128
-"""Room that a full store keeps ahead of its writes, so that evictions share their commits."""
-AHEAD_SHARE: Final = 8
-"""That room is at most one in so many of the blocks stored."""
-PLACE_TRIES: Final = 2
-"""How often room is made for a batch before what has none is declined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +73,7 @@ class SsdWriter:
         self._trace = trace
         self._catalog = catalog
         self._ssd = ssd
+        self._room = SsdRoom(catalog, ssd, metrics)
         self._rule = WriteRule(budget)
         self._batch_blocks_max = config.write_batch_blocks_max
         self._metrics = metrics
@@ -88,7 +82,6 @@ class SsdWriter:
         self._writes: deque[PendingWrite] = deque()
         self._commits: deque[tuple[PendingWrite, Future[Location | None], float]] = deque()
         self._committing = False
-        self._full = False  # writes have had to evict: some room is kept ahead of them
         self._written = False  # the write lane has ended: nothing more comes to be committed
         self._damaged: deque[tuple[BlockId, Location]] = deque()
         self._undropped: list[tuple[BlockId, Location]] = []  # tried again with the next batch
@@ -188,14 +181,12 @@ class SsdWriter:
             self._damaged.clear()
             purges = len(self._purges)
             count = min(len(self._writes), self._batch_blocks_max, self._commit_room())
-            if count and self._full:
-                # Rather a few blocks at once than a wait for an eviction of its own.
-                size = self._ssd.slot_bytes(self._writes[0].record)
-                count = min(count, max(self._ssd.room(size), 1))
+            if count:
+                count = self._room.at_once(self._writes[0].record, count)
             batch = [self._writes.popleft() for _ in range(count)]
         # Damaged records go first: a block of the batch may be one of them, stored anew.
         if damaged:
-            self._undropped = [] if self._drop(damaged) else damaged
+            self._undropped = [] if self._room.drop(damaged) else damaged
         for _ in range(purges):
             self._carry_out(*self._purges[0])
             self._purges.popleft()
@@ -209,15 +200,6 @@ class SsdWriter:
 
     def _commit_room(self) -> int:
         return max(COMMIT_BATCHES_MAX * self._batch_blocks_max - len(self._commits), 0)
-
-    def _drop(self, gone: Sequence[tuple[BlockId, Location]]) -> bool:
-        try:
-            self._ssd.drop([block for block, _ in gone], [where for _, where in gone])
-        except OSError as error:
-            self._metrics.add("ssd_write_errors")
-            log.warning("%d blocks could not be taken out of the index: %s", len(gone), error)
-            return False
-        return True
 
     def _write(self, batch: Sequence[PendingWrite]) -> None:
         """Write a batch's data and hand it to the commit lane."""
@@ -239,7 +221,7 @@ class SsdWriter:
                 new.append(write)
         if not new:
             return
-        places, begun, started = self._place(new), self._clock(), []
+        places, begun, started = self._room.place(new), self._clock(), []
         for write, where in zip(new, places, strict=True):
             if where is None:
                 self._give_up(write, "decline")
@@ -283,87 +265,8 @@ class SsdWriter:
         # What can never fit must be declined before anything is evicted for it.
         return self._ssd.fits(size) and self._rule.admits(
             write, size, uses=self._catalog.asked(write.row),
-            value=self._catalog.values((write.row,))[0], full=self._is_full(size, ahead),
+            value=self._catalog.values((write.row,))[0], full=self._room.is_full(size, ahead),
         )  # fmt: skip
-
-    def _is_full(self, size: int, ahead: int) -> bool:
-        """Whether a write after ``ahead`` others takes room that an eviction made, or must make."""
-        room = self._ssd.room(size)
-        # What was made counted what has gone for it: the share is one of all that there was.
-        there = self._catalog.ready(Tier.SSD) + room
-        return room - ahead <= (_ahead_of(there) if self._full else 0)
-
-    def _place(self, writes: Sequence[PendingWrite]) -> list[Location | None]:
-        """Take a slot for each write, or for the most valuable if there is no room for all."""
-        records = [write.record for write in writes]
-        size = self._ssd.slot_bytes(records[0])
-        self._make_room(size, len(records))
-        left = self._chosen_first(writes, self._ssd.room(size))
-        places: list[Location | None] = [None] * len(writes)
-        for _ in range(PLACE_TRIES):
-            for at, where in zip(left, self._ssd.place([records[at] for at in left]), strict=True):
-                places[at] = where
-            left = [at for at in left if places[at] is None]
-            if not left:
-                break
-            # The index grew meanwhile and took the room of fresh slots: evicted ones are enough.
-            self._make_room(size, len(left))
-        return places
-
-    def _chosen_first(self, writes: Sequence[PendingWrite], room: int) -> list[int]:
-        """Return the indexes of writes, those first that get the room, in the order of a prompt.
-
-        The most valuable do; but tails are of no use to callers of contiguous prefixes.
-        """
-        order = list(range(len(writes)))
-        if room >= len(writes) or self._catalog.contiguous:
-            return order
-        values = self._catalog.values([write.row for write in writes])
-        order.sort(key=lambda at: (writes[at].record.priority, values[at]), reverse=True)
-        return sorted(order[:room]) + order[room:]
-
-    def _make_room(self, size: int, count: int) -> None:
-        """Evict, least valuable first, until ``count`` records of a slot size fit, if they can.
-
-        Slots of that size are reused in place; those of others give their disk back, one by one or
-        by whole segments.
-        """
-        if self._ssd.index_full:
-            self._evict(FULL_INDEX_BLOCKS)
-        while self._ssd.over_limit():
-            self._ssd.trim()
-            if self._ssd.over_limit() and not self._evict(1):
-                break
-        self._ssd.reclaim(size, count)
-        if self._ssd.room(size) < count:
-            self._full = True
-            self._evict(self._ahead())
-            self._ssd.reclaim(size, count)
-        while (missing := count - self._ssd.room(size)) > 0 and self._evict(missing):
-            self._ssd.reclaim(size, count)
-
-    def _evict(self, count: int) -> int:
-        """Evict up to ``count`` blocks; returns how many went."""
-        return len(self._remove(self._catalog.evict(Tier.SSD, count), "evicted"))
-
-    def _remove(self, rows: list[int], why: str) -> list[int]:
-        """Drop rows that are EVICTING; returns them, or none if the index refused."""
-        if not rows:
-            return rows
-        gone = [(self._catalog.id(row), self._catalog.location(row, Tier.SSD)) for row in rows]
-        done = self._drop(gone)
-        self._end(rows, why if done else "keep")
-        return rows if done else []
-
-    def _end(self, rows: list[int], how: str) -> None:
-        """Settle rows that are EVICTING: "evicted", "purged", or "keep" if the index refused."""
-        for row in rows:
-            self._catalog.end(row, Tier.SSD, "keep" if how == "keep" else "evicted")
-        if how != "keep":
-            self._metrics.add(f"{how}_blocks_ssd", len(rows))
-
-    def _ahead(self) -> int:
-        return _ahead_of(self._catalog.ready(Tier.SSD))
 
     def _carry_out(self, future: Future[Purged], select: Callable[[], Sequence[int]]) -> None:
         with suppress(InvalidStateError):  # the commit lane failed meanwhile, and said so
@@ -379,7 +282,7 @@ class SsdWriter:
         with self._catalog.changed:
             taken = self._catalog.take_out(select(), Tier.SSD)
             blocks = [self._catalog.id(row) for row in taken]
-        if self._remove(taken, "purged") != taken:
+        if self._room.remove(taken, "purged") != taken:
             raise OSError("the index did not commit the removal; nothing was purged")
         return Purged(blocks, self._ssd.destroy())
 
@@ -433,12 +336,10 @@ class SsdWriter:
         records = [write.record for write in writes]
         uses = self._catalog.uses(USES_PER_COMMIT_MAX)
         size = self._ssd.slot_bytes(records[0])
-        rows = self._victims_ahead(size)
+        rows = self._room.victims_ahead(size)
         gone = [(self._catalog.id(row), self._catalog.location(row, Tier.SSD)) for row in rows]
         durable, committed = self._ssd.publish(records, placed, uses, gone)
-        self._end(rows, "evicted" if committed else "keep")
-        if rows:
-            self._ssd.reclaim(size, self._ahead())
+        self._room.made(rows, size, committed=committed)
         for write, where, begun_s in zip(writes, durable, begun, strict=True):
             if where is None:
                 self._catalog.end(write.row, Tier.SSD, "abort")
@@ -449,17 +350,7 @@ class SsdWriter:
                 self._metrics.add("ssd_written_bytes", where.slot_bytes)
             write.done(where)
 
-    def _victims_ahead(self, size: int) -> list[int]:
-        """Take out blocks whose room the next writes of a full store want, with this commit."""
-        missing = self._ahead() - self._ssd.room(size) if self._full else 0
-        return self._catalog.evict(Tier.SSD, missing) if missing > 0 else []
-
     def write_uses(self) -> None:
         """Make hits and last uses durable that no commit took along; for closing."""
         while uses := self._catalog.uses(self._batch_blocks_max * USES_PER_COMMIT_MAX):
             self._ssd.publish((), (), uses)
-
-
-def _ahead_of(blocks: int) -> int:
-    """Return the room that is kept ahead of writes where so many blocks are stored."""
-    return min(blocks // AHEAD_SHARE, AHEAD_BLOCKS_MAX)

@@ -66,6 +66,7 @@ LAYERS = (
         "restore_notes",
         "retention",
         "rows",
+        "ssd_room",
         "ssd_writer",
         "ticket",
         "transfer",

@@ -21,8 +21,10 @@ from test_planner import BLOCK_BYTES, BLOCK_TOKENS, costs_of, residency_of
 
 import kvtier
 from kvtier import PutResult, Tier, plan
+from kvtier.metrics import Metrics
 from kvtier.planner import recomputed_head
 from kvtier.prices import Prices
+from kvtier.ssd_room import SsdRoom
 from kvtier.tiers.base import BlockId, Record
 from kvtier.tiers.write_budget import WriteBudget
 from kvtier.write_rule import PendingWrite, WriteRule
@@ -218,7 +220,7 @@ def test_of_a_batch_without_room_the_most_valuable_gets_it(
     """
     own = {"host_bytes": 0, "policy": policy, **tiny_budget(24, per_segment=6)}
     store = taught(open_store, compute_s=0.025, load_s=0.01, **own)
-    catalog, writer = store._catalog, store._writer
+    catalog = store._catalog
     catalog.reprice(Prices(last=tuple(range(1, 99))))
     keys = prompt_keys(40)
     priorities = [int(at == lifted) for at in range(len(keys))]
@@ -229,7 +231,7 @@ def test_of_a_batch_without_room_the_most_valuable_gets_it(
         PendingWrite(row, record_of(at, priority=priorities[at]), lambda _: None)
         for at, row in enumerate(rows)
     ]
-    places = writer._place(writes)
+    places = SsdRoom(catalog, store._ssd, Metrics()).place(writes)
     placed = [at for at, where in enumerate(places) if where is not None]
     for where in places:
         if where is not None:
