@@ -66,6 +66,7 @@ def storage(bench: Bench, wanted: Sequence[str]) -> list[str]:
         for name in wanted:
             try:
                 rows += one_rival(bench, folder, subject, name)
+                bench.save()
             except RivalMissing as error:
                 missing.append(name)
                 bench.settings.setdefault("skipped", {})[name] = str(error)
@@ -127,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     bench = Bench("rivals", options, rivals=wanted)
     missing = storage(bench, wanted) if options.wants("storage") else []
+    bench.save()
     if options.wants("strategies"):
         from _strategies import strategies  # transformers are not needed for storage
 
