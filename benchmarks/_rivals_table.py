@@ -126,13 +126,13 @@ def class_table(
         return None
     table = Table(
         title=f"{durability}: {CLASSES[durability]}; medians, measured here",
-        box=SIMPLE, pad_edge=False,
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     table.add_column("GB/s; CPU s/GiB", no_wrap=True)
     for heading, _, _ in COLUMNS.values():
         table.add_column(heading, justify="right", width=5)
-    table.add_column("checks: spoilt bytes")
-    table.add_column("durable by")
+    table.add_column("checks: spoilt bytes", min_width=7)
+    table.add_column("durable by", min_width=9)
     merged: Series = {}
     for row in mine:
         for kind, trials in row.ours.items():

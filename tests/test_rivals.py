@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import random
@@ -291,6 +292,23 @@ def row(harness: Any, table: Any, name: str, seconds: float, **kinds: Any) -> An
     again = {"write": series(harness, *[2.2] * 5), "cold": series(harness, *[2.2] * 5)}
     theirs = {"write": series(harness, *[seconds] * 5, cpu=3.0), **kinds}
     return table.Row(name, kinds.pop("durability", "synced"), "none", "fsync", theirs, mine, again)
+
+
+def test_a_class_fits_a_terminal(harness: Any, table: Any) -> None:
+    """In 80 columns the longest name, checks and durabilities are there to the last letter."""
+    from rich.console import Console
+
+    each = row(harness, table, "lmcache fs_native_direct", 3.0)
+    rows = [
+        replace(each, checks="none: wrong bytes", durable="page cache"),
+        replace(each, name="lmdb+sync", checks="sizes: wrong bytes", durable="no sync"),
+    ]
+    out = io.StringIO()
+    console = Console(width=80, file=out)
+    console.print(table.class_table(rows, "synced", 1 << 30, ("xxh3: a miss", "fdatasync")))
+    assert "…" not in out.getvalue()
+    words = set(out.getvalue().split())
+    assert words >= {"fs_native_direct", "fdatasync", "spoilt", "durable", "wrong", "cache", "miss"}
 
 
 def test_a_rivals_row_says_how_kvtier_stands_in_each_column(harness: Any, table: Any) -> None:
