@@ -559,7 +559,10 @@ def test_load_runs_on_the_smallest_cases(tmp_path: Path) -> None:
     assert all(number > 0 for number in value["ratios"].values())
     rows = {row["name"]: row for row in value["results"] if row.get("case") == "workload"}
     assert list(rows) == ["texts", "budget", "turns", "trace"]
-    assert all(row["right_blocks"] > 0 == row["wrong_blocks"] for row in rows.values())
+    assert all(row["asked_blocks"] > 0 == row["wrong_blocks"] for row in rows.values())
+    # The others begin with nothing stored: what they find is what was put before they asked, which
+    # on a busy machine may be nothing in so short a run.
+    assert all(rows[name]["right_blocks"] > 0 for name in ("texts", "budget"))
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "were compared, every byte of them, and are right" in " ".join(done.stdout.split())
     assert not list(folder.iterdir())
