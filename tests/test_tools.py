@@ -17,6 +17,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 # What spreads all tests over two cores; a few that are named run in one process.
 SPREAD = ["-n", "2", "--dist", "worksteal"]
+BY_FILE = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 # Stands in for an environment's python: notes what it was asked, answers as it was told to.
 PYTHON = """#!/usr/bin/env bash
@@ -76,8 +77,8 @@ def asked(root: Path, name: str) -> list[str] | None:
 @pytest.mark.parametrize(
     ("arguments", "main", "engine"),
     [
-        ([], SPREAD, [*SPREAD, "tests/adapters/vllm"]),
-        (["-x"], [*SPREAD, "-x"], [*SPREAD, "-x", "tests/adapters/vllm"]),
+        ([], SPREAD, [*BY_FILE, "tests/adapters/vllm"]),
+        (["-x"], [*SPREAD, "-x"], [*BY_FILE, "-x", "tests/adapters/vllm"]),
         (["tests/test_a.py"], ["tests/test_a.py"], None),
         (["tests/test_a.py::test_x[a-b]"], ["tests/test_a.py::test_x[a-b]"], None),
         (
@@ -91,7 +92,7 @@ def asked(root: Path, name: str) -> list[str] | None:
         (
             ["-k", "tests"],
             [*SPREAD, "-k", "tests"],
-            [*SPREAD, "-k", "tests", "tests/adapters/vllm"],
+            [*BY_FILE, "-k", "tests", "tests/adapters/vllm"],
         ),
         (["--no-vllm"], SPREAD, None),
         (["--vllm", "tests/test_a.py"], ["tests/test_a.py"], None),
