@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from _blocks import Subject, io_mode, segments
 from _disk import drop_cache
 from _harness import ATTEMPTS_MAX, NO_BAR, Bench, Ratio, Trial, interleave
-from _vllm_engines import BLOCK, BLOCK_BYTES, SUFFIX, Engines, prompt, ttft
+from _vllm_engines import BLOCK, BLOCK_BYTES, SUFFIX, Engines, prompt, request, ttft
 
 import kvtier
 
@@ -70,5 +70,5 @@ def _load(engine: EngineProcess, ids: list[int], engines: Engines) -> Trial:
     trial = ttft(engine, ids, engines.verdicts.same)
     cached = trial.detail["cached"]
     assert cached >= len(ids) - SUFFIX - BLOCK, f"only {cached} tokens were loaded"
-    (again,) = engine.serve([{"ids": ids, "max_tokens": 1}])
+    (again,) = engine.serve([request(ids)])
     return replace(trial, seconds=trial.seconds - again.ttft_s)
